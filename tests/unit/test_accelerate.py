@@ -201,6 +201,14 @@ def test_sample_checks_immediately() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_exclude_that_matches_nothing_is_refused_before_anything_is_changed() -> None:
+    model = created()
+    with pytest.raises(UsageError, match=r"'blocks\.7\.mlp', but the model has no such module"):
+        stepscope.accelerate(model, exclude=["head", "blocks.7.mlp"])
+    # Pieces are known also where the model has none.
+    assert stepscope.accelerate(model, exclude=["LayerNorm", "MLP"]).replaced
+
+
 def test_exclude_by_name_pattern_and_class() -> None:
     report = stepscope.accelerate(created(), exclude=["blocks.0.*", nn.Embedding, "head"])
     assert report.replaced == {

@@ -240,6 +240,10 @@ def test_the_lines_name_the_modules_of_the_program() -> None:
     )
     assert block_list(msgspec.structs.replace(summary, uses=uses)) == "base.transformer.h"
     assert block_list(msgspec.structs.replace(summary, uses=())) == ""
+    # Below an entry of an nn.Sequential, and in one of several models: not attributes.
+    for module in ("* TransformerEncoder/layers.*/linear1", "Network first/layers.*"):
+        (named,) = (msgspec.structs.replace(first, module=module, ms=99.0),)
+        assert block_list(msgspec.structs.replace(summary, uses=(*uses, named))) == ""
     step = facts({"elementwise": 30.0}, {"elementwise": 70.0}, compiled=False, blocks=4)
     for path, line in (
         ("transformer.h", "for block in model.transformer.h:"),

@@ -158,6 +158,17 @@ def test_no_store_yet(
     assert not (tmp_path / "none").exists()
 
 
+def test_without_a_store_the_records_of_an_inspection_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`inspect` writes files and no store; `show` after it has something to show."""
+    for name in ("older", "train"):
+        (tmp_path / f"{name}.jsonl").touch()
+    os.utime(tmp_path / "older.jsonl", (0, 0))
+    file = str(tmp_path / "train.jsonl")
+    one_line(Desk(tmp_path, capsys)("show"), 2, "no record store", f"such as {file}, or create")
+
+
 def test_run_without_records_prints_how_to_resume(desk: Desk) -> None:
     fill(desk.store, {"empty": []})
     for command in READERS[:4]:

@@ -48,6 +48,26 @@ def plain(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return python(str(script), *words)
 
 
+def test_a_relative_path_of_the_script_is_absolute_in_the_script(
+    command: CommandLine, script: Path
+) -> None:
+    """As for Python itself: files next to the script are found after `os.chdir`, and tracebacks
+    are the same."""
+    script.write_text(
+        "import os, sys\n"
+        "os.chdir('/')\n"
+        "print(__file__, __loader__.get_filename('__main__'), sys.argv)\n"
+        "raise ValueError(open(__file__).readline())\n"
+    )
+    relative = str(script.relative_to(command.out.parent))
+    expected = python(relative, "x", cwd=command.out.parent)
+    words = command.command(["inspect", relative, "x"])[1:]
+    done = python(*words, cwd=command.out.parent, env=command.environment)
+    assert (done.stdout, done.returncode) == (expected.stdout, expected.returncode)
+    assert done.stderr.startswith(expected.stderr)
+    assert str(script) in expected.stdout
+
+
 def test_script_gets_a_page_and_keeps_its_output_and_exit_code(
     command: CommandLine, script: Path
 ) -> None:
@@ -240,7 +260,8 @@ def test_crash_during_the_recording_is_reported_with_partial_results(
     assert done.returncode == 1
     why = "the program ended after 6 of the 12 steps of a recording; it ended with exit code 1"
     output = done.stderr.splitlines()[-2]
-    assert output == f"stepscope: the recording is incomplete: {why}"
+    fix = "(let it run more steps, or give a smaller --warmup and --steps)"
+    assert output == f"stepscope: the recording is incomplete: {why} {fix}"
     assert why in (command.out / "train.html").read_text()
 
 

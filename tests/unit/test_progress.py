@@ -112,6 +112,11 @@ def test_a_case_in_words(study: str, config: dict[str, object], expected: str) -
     assert case_words(study, "fusion_m16", config) == expected
 
 
+def test_the_name_of_a_script_keeps_its_underscores() -> None:
+    config = {"program": {"target": "lab/train_gpt.py"}}
+    assert case_words("advise", "train_gpt.py_compile", config) == "train_gpt.py, compile"
+
+
 def test_every_case_of_a_preset_has_words() -> None:
     cases = preset_cases("quick", environment(device_kind="cpu"))
     words = {(one.study, case_words(one.study, one.key, one.config)) for one in cases}

@@ -53,6 +53,14 @@ class OwnConfig:
     use_cache: bool = True
 
 
+def test_a_loss_module_and_an_optimizer_with_a_closure_are_refused() -> None:
+    model = Regression()
+    with pytest.raises(UsageError, match=r"MSELoss\(\) takes outputs and targets"):
+        stepscope.TrainStep(model, torch.optim.SGD(model.parameters()), loss_fn=nn.MSELoss())
+    with pytest.raises(UsageError, match="through a closure"):
+        stepscope.TrainStep(model, torch.optim.LBFGS(model.parameters()))
+
+
 class Caching(Regression):
     """As Hugging Face decoders: the configuration asks for a cache, which only the output needs."""
 

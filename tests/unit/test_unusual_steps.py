@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from stepscope.advisor.scope.result import usual_steps
+from stepscope.advisor.verdict import program_verdict
+from stepscope.report.format import duration
+from stepscope.report.verdict import sentences
 from stepscope.studies.memory.view import saved_table
 from stepscope.studies.program.findings import inspected_findings
 from view_blocks import coded
@@ -37,9 +40,22 @@ def test_periodic_validation_is_not_part_of_a_step(tmp_path: Path) -> None:
     assert result.summary is not None
     assert len(result.summary.steps) == 1
     assert result.summary.wall_ms < 200
+    assert 150 <= result.evaluating_ms < 1000
+    verdict = program_verdict([result.record])
+    assert verdict is not None
+    assert verdict.evaluations is not None
+    assert (verdict.evaluations.steps, verdict.evaluations.timed) == (1, 5)
+    assert (
+        "Not included: 1 of 5 timed steps also ran the model without gradients (validation,"
+        f" rollout), for {duration(result.evaluating_ms)} more."
+    ) in " ".join(sentences(verdict))
     output = inspected_findings([result])
     for code, words in (
-        ("inspect.timed-evaluations", "1 of the timed steps also ran the model without gradients"),
+        (
+            "inspect.timed-evaluations",
+            "1 of the timed steps also ran the model without gradients, as in a validation or a"
+            f" rollout, for {duration(result.evaluating_ms)} more: they are excluded",
+        ),
         (
             "inspect.traced-evaluations",
             "1 of the traced steps also ran the model without gradients: they are excluded",

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from own_records import advice, inspected_record, tried
+from own_records import advice, attached, inspected_record, tried
+from sample_records import environment
 from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.given import with_advice
 from stepscope.advisor.verdict import breakdown, program_verdict
@@ -171,6 +172,24 @@ def test_the_answer_does_not_contradict_the_parts_below_it() -> None:
     text = " ".join(sentences(attributed))
     assert "The largest part: slow matmuls" in text
     assert "so predicted changes are not ranked" in text
+
+
+def test_a_prediction_that_may_gain_nothing_is_named_and_not_denied() -> None:
+    """The advice lists torch.compile with 30 % of the step; its range includes zero."""
+    doubtful = msgspec.structs.replace(
+        advice("compile", gain=0.3), low_ms=-0.1, high_ms=0.5, ranked=False
+    )
+    record = inspected_record(step=1.0, environment=environment(device_kind="cpu"))
+    verdict = program_verdict([with_advice(record, [doubtful])])
+    assert verdict is not None
+    text = " ".join(sentences(msgspec.structs.replace(verdict, trust="good", trust_reason="")))
+    assert "No known change is predicted" not in text
+    assert "largest predicted gain is that of the change compile, 300 µs (−100 to 500 µs)" in text
+    trial = tried(51.0, doubtful)
+    after = program_verdict([with_advice(record, [doubtful]), trial])
+    assert after is not None
+    text = " ".join(sentences(msgspec.structs.replace(after, trust="good", trust_reason="")))
+    assert "None of the tried changes gains time." in text
 
 
 def test_of_changes_that_exclude_each_other_the_best_is_ranked() -> None:
@@ -383,6 +402,19 @@ def test_untrusted_times_rank_nothing() -> None:
     assert good.next_command.startswith("stepscope advise --verify slow.py")
 
 
+def test_without_ceilings_and_advice_the_next_command_measures_them() -> None:
+    record = inspected_record(step=1.0, environment=environment(device_kind="cpu"), ceilings=())
+    summary = msgspec.structs.replace(record.required("profile", Summary), kernels=(), uses=())
+    record = attached(record, profile=summary)
+    verdict = program_verdict([record])
+    assert verdict is not None
+    assert verdict.next_command == "stepscope advise train.py"
+    rate = Ceiling(name="matmul.float32", value=1e12, unit="FLOP/s", source="measured")
+    measured = program_verdict([msgspec.structs.replace(record, ceilings=(rate,))])
+    assert measured is not None
+    assert measured.next_command == ""
+
+
 def test_a_program_without_a_trace_still_has_a_step() -> None:
     record = msgspec.structs.replace(inspected_record(), attachments={})
     verdict = program_verdict([record])
@@ -390,6 +422,8 @@ def test_a_program_without_a_trace_still_has_a_step() -> None:
     assert verdict.step is not None
     assert verdict.parts == ()
     assert verdict_lines(verdict)[-1].startswith("Next: stepscope inspect")
+    # No rule was applied.
+    assert "change" not in " ".join(sentences(verdict))
 
 
 def test_records_without_a_program_have_the_verdict_of_their_longest_step() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -46,6 +47,12 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _NOT_COMPARED = (head_loss.PIECE, attention_masks.PIECE)
 """Pieces that are not compared in their first call: logits are deferred in the next one only, and
 masks change only in a capture."""
+_PIECES = (
+    norm.PIECE, norm.LAYER_NORM, residual_block.PIECE, linear.PIECE, attention.PIECE,
+    head_loss.PIECE, patch_embedding.PIECE, embedding.PIECE, attention_masks.PIECE,
+    mlp.GATED, mlp.PLAIN_MLP, SDPA,
+)  # fmt: skip
+"""Names that `exclude` may have for all modules of a piece."""
 _SHARDED = (
     ("stepscope.parallel.fsdp", "FSDP"),
     ("stepscope.parallel.sharded_module", "Unit"),
@@ -108,6 +115,8 @@ def accelerate(
             raise UsageError(_FULL_WEIGHTS, "use DDP, or dtype=torch.bfloat16")
     if inner in _ACCELERATED:
         raise UsageError("the model is accelerated already", "call undo() of its report first")
+    patterns = tuple(exclude)
+    _require_known(inner, patterns)
     report = Report(type(inner).__name__)
     kinds = {parameter.device.type for parameter in inner.parameters()}
     report.on_cpu = kinds == {"cpu"} and not is_interpreted()
@@ -119,7 +128,6 @@ def accelerate(
     _invalidate_after_backward(inner, copies, report)
     if fp8 is not None:
         _use_fp8(inner, copies, fp8, report)
-    patterns = tuple(exclude)
     if not excluded(attention.PIECE, "", type(inner), patterns):
         _use_sdpa(inner, report)
     if switch is not None:
@@ -140,6 +148,19 @@ def accelerate(
     if sample is not None:
         check_on(model, sample)
     return report
+
+
+def _require_known(model: nn.Module, patterns: tuple[str | type[nn.Module], ...]) -> None:
+    """Raise if a name in `exclude` is that of no piece and of no module: it would exclude
+    nothing."""
+    names = [name for name, _ in model.named_modules()]
+    for pattern in patterns:
+        known = isinstance(pattern, type) or pattern in _PIECES
+        if not known and not any(fnmatchcase(name, pattern) for name in names):
+            raise UsageError(
+                f"exclude has {pattern!r}, but the model has no such module",
+                f"a name of named_modules(), a pattern, or one of: {', '.join(_PIECES)}",
+            )
 
 
 def _invalidate_after_backward(model: nn.Module, copies: WeightCopies, report: Report) -> None:

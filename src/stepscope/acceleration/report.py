@@ -106,7 +106,8 @@ class Report:
         for (piece, reason), names in reasons.items():
             lines.append(f"  {piece:<18} {len(names):>4} × {_patterns(names)}: {reason}")
         if self.unchecked:
-            lines.append(f"{self.unchecked} replacements are compared in their first training call")
+            many = "s are" if self.unchecked > 1 else " is"
+            lines.append(f"{self.unchecked} replacement{many} compared in the first training call")
         return "\n".join(lines)
 
     def _fp8_layers(self, fp8: Fp8Layers, left: list[Left]) -> str:

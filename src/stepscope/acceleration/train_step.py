@@ -74,6 +74,17 @@ class TrainStep:
     ) -> None:
         if accumulate < 1:
             raise UsageError(f"accumulate={accumulate} is invalid", "use 1 or more")
+        if isinstance(loss_fn, nn.modules.loss._Loss):
+            name = type(loss_fn).__name__
+            raise UsageError(
+                f"loss_fn={name}() takes outputs and targets, not the model and the batch",
+                f"use loss_fn=lambda model, batch: {name}()(model(batch[0]), batch[1])",
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                "LBFGS runs the model several times in a step, through a closure",
+                "keep your loop for it, or use an optimizer whose step() takes no closure",
+            )
         if graph not in GRAPH:
             raise UsageError(f"graph={graph!r} is invalid", f"one of: {', '.join(GRAPH)}")
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None

@@ -33,6 +33,7 @@ from stepscope.analysis.verdict import (
     MAX_CHANGES,
     BreakdownPart,
     Estimate,
+    Evaluations,
     Limit,
     MemoryChange,
     RankedChange,
@@ -51,12 +52,15 @@ from stepscope.studies.program.rows import ProgramRecord, programs
 _LABELS = {
     waterfall.MATMULS: verdict_parts.SLOW_MATMULS,
     waterfall.UPDATE: verdict_parts.OPTIMIZER,
+    waterfall.LOADER: verdict_parts.LOADER,
     waterfall.COPIES: verdict_parts.COPIES,
     waterfall.OUTSIDE: verdict_parts.OUTSIDE,
     waterfall.UNEXPLAINED: verdict_parts.UNATTRIBUTED,
     waterfall.NOT_TRACED: verdict_parts.UNATTRIBUTED,
 }
 """Causes of the waterfall by their names in the verdict."""
+_NOTABLE = 0.1
+"""Share of the timed steps from which on validations and rollouts are part of the verdict."""
 
 
 def program_verdict(records: Sequence[Record]) -> Verdict | None:
@@ -82,6 +86,8 @@ def _verdict(lead: ProgramRecord, trials: Sequence[Tried]) -> Verdict:
         dtype=lead.case.dtype,
         trust=trust.level,
         trust_reason=trust.reason,
+        judged=False,
+        evaluations=_evaluations(lead),
         next_command=_inspect_again(lead),
     )
     try:
@@ -100,8 +106,9 @@ def _verdict(lead: ProgramRecord, trials: Sequence[Tried]) -> Verdict:
     reachable = _proven(best, facts) if best is not None else _predicted(facts, together)
     return replace(
         verdict,
+        judged=True,
         dtype=facts.dtype,
-        parts=breakdown(lead.summary, facts.step_ms, limit),
+        parts=breakdown(lead.summary, facts.step_ms, limit, lead.waited_less_ms),
         limit=limit,
         reachable_ms=reachable,
         reachable_verified=best is not None,
@@ -110,14 +117,30 @@ def _verdict(lead: ProgramRecord, trials: Sequence[Tried]) -> Verdict:
         peak_bytes=facts.peak_bytes,
         memory_change=_memory_change(facts, advice, together, trials),
         changes=_changes(facts, untried, together, trials, best),
+        uncertain=_uncertain(facts, advice, trials),
+        tried=sum(one.realized is not None for one in trials),
         next_command=_next(lead, advice, trials, best),
     )
 
 
-def breakdown(summary: Summary, step_ms: float, limit: Limit | None) -> tuple[BreakdownPart, ...]:
+def _evaluations(lead: ProgramRecord) -> Evaluations | None:
+    """Steps with a validation or a rollout, if these take a notable share of the timed steps."""
+    longer, step = lead.record.find("evaluating"), lead.record.find("step", "host")
+    if longer is None or step is None or not step.values:
+        return None
+    timed = sum(longer.values) + sum(step.values)
+    if lead.evaluating_ms < _NOTABLE * timed:
+        return None
+    count = len(longer.values)
+    return Evaluations(steps=count, timed=count + len(step.values), ms=lead.evaluating_ms)
+
+
+def breakdown(
+    summary: Summary, step_ms: float, limit: Limit | None, waited_less_ms: float = 0.0
+) -> tuple[BreakdownPart, ...]:
     """The parts of the waterfall above the hardware limit, idle time as one part."""
     least = {} if limit is None else {"matmuls": limit.matmul_ms, "update": limit.update_ms}
-    parts = waterfall.parts_of(summary, least, step_ms)
+    parts = waterfall.parts_of(summary, least, step_ms, waited_less_ms)
     spent: defaultdict[str, float] = defaultdict(float)
     spent[verdict_parts.IDEAL] = sum(parts.least.values())
     labels = _LABELS if limit is not None else _LABELS | {waterfall.MATMULS: verdict_parts.MATMULS}
@@ -225,9 +248,30 @@ def _goes_with(advice: Advice, together: Sequence[Advice]) -> bool:
 
 def _predictions(advice: Sequence[Advice]) -> Iterator[RankedChange]:
     for one in advice:
-        if one.ranked and one.gain_ms > 0 and one.low_ms is not None and one.high_ms is not None:
-            gain = Estimate(value=one.gain_ms, low=one.low_ms, high=one.high_ms)
-            yield _ranked_change(one, gain, verified=False)
+        if one.ranked and one.gain_ms > 0 and (change := _prediction(one)) is not None:
+            yield change
+
+
+def _prediction(advice: Advice) -> RankedChange | None:
+    """The predicted gain of a change; None if it has no range."""
+    if advice.low_ms is None or advice.high_ms is None:
+        return None
+    gain = Estimate(value=advice.gain_ms, low=advice.low_ms, high=advice.high_ms)
+    return _ranked_change(advice, gain, verified=False)
+
+
+def _uncertain(
+    facts: Facts, advice: Sequence[Advice], trials: Sequence[Tried]
+) -> RankedChange | None:
+    """The largest predicted gain that may be none, of a change without a trial."""
+    measured = {one.trial.code for one in trials if one.realized is not None}
+    gains = [
+        one
+        for one in advice
+        if not one.ranked and one.code not in measured and one.gain_ms >= WORTH * facts.step_ms
+    ]
+    most = max(gains, key=lambda one: one.gain_ms, default=None)
+    return None if most is None else _prediction(most)
 
 
 def _ranked_change(
@@ -294,8 +338,11 @@ def _inspect_again(lead: ProgramRecord) -> str:
 def _next(
     lead: ProgramRecord, advice: Sequence[Advice], trials: Sequence[Tried], best: Tried | None
 ) -> str:
-    if (not advice and not trials) or not lead.command:
+    if not lead.command:
         return ""
+    if not advice and not trials:
+        # Most rules need the rates of this machine, which `advise` measures.
+        return "" if lead.record.ceilings else f"stepscope advise {lead.command}"
     if not trials:
         return f"stepscope advise --verify {lead.command}"
     return _inspect_again(lead) if best is not None else ""

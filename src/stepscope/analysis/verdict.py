@@ -23,6 +23,7 @@ COPIES = "casts and copies"
 OPTIMIZER = "optimizer"
 COMMUNICATION = "exposed communication"
 IDLE = "device idle"
+LOADER = "DataLoader"
 OUTSIDE = "outside the model"
 UNATTRIBUTED = "not attributed"
 OTHER = "other"
@@ -31,6 +32,7 @@ _MEANINGS: dict[str, Meaning] = {
     IDEAL: "ideal",
     COMMUNICATION: "communication",
     IDLE: "idle",
+    LOADER: "idle",
     UNATTRIBUTED: "unattributed",
 }
 _SHOWN_FROM = 1e-3
@@ -147,6 +149,16 @@ class OnCluster(Data, frozen=True):
         return self.memory_bytes <= self.device_bytes
 
 
+class Evaluations(Data, frozen=True):
+    """Timed steps that also ran the model without gradients; not part of the step time."""
+
+    steps: int
+    timed: int
+    """All timed steps."""
+    ms: float
+    """Time by which they were longer, together."""
+
+
 class Verdict(Data, frozen=True):
     """Summary of a step, with which every page, command and JSON output starts."""
 
@@ -176,6 +188,12 @@ class Verdict(Data, frozen=True):
     """Model FLOPs utilization in the dtype of the step."""
     dtype: str = ""
     changes: tuple[RankedChange, ...] = ()
+    evaluations: Evaluations | None = None
+    """Validations or rollouts that take a notable share of the training time."""
+    uncertain: RankedChange | None = None
+    """The largest predicted gain whose range includes zero, of a change that was not tried."""
+    tried: int = 0
+    """Changes, or combinations of them, whose gain was measured."""
     judged: bool = True
     """True if the advice rules were applied; they are not for the model of the studies."""
     trust: Literal["good", "noisy", "invalid"] = "good"

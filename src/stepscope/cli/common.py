@@ -176,9 +176,11 @@ def load_run_or_record(text: str, location: StoreOptions) -> tuple[Record, ...] 
 
 def existing_store(location: StoreOptions) -> Store:
     if not location.store.exists():
+        inspected = sorted(location.out.glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
+        file = f"name a file of records, such as {inspected[-1]}, or " if inspected else ""
         raise UsageError(
             f"there is no record store at {location.store}",
-            "create one with `stepscope run`, or give its directory with --out",
+            f"{file}create one with `stepscope run`, or give its directory with --out",
         )
     return Store(location.store, create=False)
 

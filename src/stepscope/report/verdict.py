@@ -84,6 +84,11 @@ def sentences(verdict: Verdict) -> Iterator[str]:
         )
     else:
         yield f"{_SUBJECTS[verdict.timed]} takes {duration(verdict.step.value)}."
+    if (longer := verdict.evaluations) is not None:
+        yield (
+            f"Not included: {longer.steps} of {longer.timed} timed steps also ran the model without"
+            f" gradients (validation, rollout), for {duration(longer.ms)} more."
+        )
     loss = verdict.largest_loss
     if loss is not None:
         named = "attributed part" if verdict.unattributed_ms > loss.ms else "part"
@@ -114,7 +119,7 @@ def sentences(verdict: Verdict) -> Iterator[str]:
         if verdict.reachable_warning:
             yield f"Warning: with these changes {verdict.reachable_warning}."
     elif verdict.judged and not verdict.changes:
-        yield "No known change is predicted to gain 3 % or more."
+        yield _no_change(verdict)
     if verdict.memory_change is not None:
         yield _memory_sentence(verdict.memory_change, verdict.peak_bytes)
 
@@ -140,6 +145,18 @@ def _scaling_sentences(cluster: OnCluster) -> Iterator[str]:
             can = "fits" if cluster.fits else "does not fit"
             fits = f", which {can} into the {bytes_(cluster.device_bytes)} of the recorded device"
         yield f"Peak memory of a rank is {bytes_(cluster.memory_bytes)}{fits}."
+
+
+def _no_change(verdict: Verdict) -> str:
+    """Why no change is ranked: none is known, none is certain, or none of the tried ones gains."""
+    if (most := verdict.uncertain) is not None:
+        return (
+            f"No known change is certain to gain time; the largest predicted gain is that of"
+            f" {most.title}, {_with_range(most.gain)}."
+        )
+    if verdict.tried:
+        return "None of the tried changes gains time."
+    return "No known change is predicted to gain 3 % or more."
 
 
 def _memory_sentence(change: MemoryChange, peak_bytes: int) -> str:

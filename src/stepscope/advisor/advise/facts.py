@@ -24,7 +24,6 @@ from stepscope.analysis.advice.facts import (
 from stepscope.analysis.advice.timeline import with_launch_time
 from stepscope.analysis.kernels.matmuls import FP8
 from stepscope.analysis.kernels.names import FILL
-from stepscope.analysis.limits import median_ms
 from stepscope.analysis.trace.summary import KernelRow, Summary
 from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError
@@ -92,6 +91,7 @@ def facts_of(record: Record, lacks: Sequence[str] = ()) -> Facts:
         waits=_waits(record, summary, copied > 0),
         reads_back=record.study == INSPECTED and _reads_back(summary),
         data_ms=summary.data_ms,
+        loader_workers=watched.loader_workers,
         pageable_ms=copied,
         cleared_ms=_cleared(summary),
         parameters=int(record.quantity("parameters") or 0),
@@ -122,11 +122,11 @@ def facts_of(record: Record, lacks: Sequence[str] = ()) -> Facts:
         lacks=tuple(lacks),
         doubt=trust_of(record).reason,
     )
-    facts = _as_timed(facts, summary, ranks)
+    facts = _as_timed(facts, summary, ranks, watched.loading_ms)
     if not facts.on_gpu and watched.loading_ms is not None:
         facts = replace(facts, data_ms=watched.loading_ms)
     if facts.on_gpu and watched.issue_ms:
-        return _with_issue_times(facts, watched.issue_ms, median_ms(record, "loading", "host"))
+        return _with_issue_times(facts, watched.issue_ms, watched.loading_ms)
     issued = record.find("issue", "host")
     return with_launch_time(
         facts,
@@ -199,17 +199,21 @@ def _noise_ms(record: Record) -> float:
     return (spread.high - spread.low) / 2
 
 
-def _as_timed(facts: Facts, summary: Summary, ranks: int) -> Facts:
+def _as_timed(facts: Facts, summary: Summary, ranks: int, loading_ms: float | None = None) -> Facts:
     """Scale the traced times to the timed step, so that every gain refers to that step.
 
     CPU operators take longer under the profiler, and even longer if the machine was busy. GPU
     kernels do not, but their sum is at most the step. The part of a CPU step outside of operators
-    is Python, assigned to the time between phases.
+    is Python, assigned to the time between phases. The wait for DataLoader workers is not scaled:
+    they load ahead while tracing is prepared, so the traced steps wait less.
     """
     if facts.on_gpu:
         longest = max(facts.device_ms, 1e-9)
         return facts.with_device_times(min(1.0, facts.step_ms / longest))
     factor = facts.step_ms / summary.wall_ms
+    if loading_ms is not None and facts.loader_workers:
+        computed, traced = facts.step_ms - loading_ms, summary.wall_ms - summary.data_ms
+        factor = computed / traced if computed > 0 and traced > 0 else factor
     scaled = replace(facts.with_device_times(factor), data_ms=factor * facts.data_ms)
     left = facts.step_ms - scaled.device_ms
     if ranks > 1 or left <= 0:
@@ -224,14 +228,17 @@ def _with_outside(facts: Facts) -> Facts:
 
 
 def block_list(summary: Summary) -> str:
-    """Return the path of the ModuleList whose entries take the most time. A trace names the entries
-    `layers.*`; nested modules are separated by slashes."""
+    """Return the path of the ModuleList whose entries take the most time, if it can be written as
+    attributes of the model. A trace names the entries `layers.*`; nested modules are separated by
+    slashes. The path is not one of attributes below an entry of an nn.Sequential or in one of
+    several models."""
     spent: defaultdict[str, float] = defaultdict(float)
     for use in summary.uses:
         path, entry, _ = use.module.partition(_ENTRY)
         if entry and path:
             spent[path.replace("/", ".")] += use.ms
-    return max(spent, key=lambda path: spent[path], default="")
+    path = max(spent, key=lambda path: spent[path], default="")
+    return path if all(name.isidentifier() for name in path.split(".")) else ""
 
 
 def _with_issue_times(

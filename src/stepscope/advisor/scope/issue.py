@@ -62,7 +62,7 @@ class IssueClock:
             self.turn(OUTSIDE)
 
     @contextmanager
-    def _loading(self) -> Iterator[None]:
+    def _loading(self, _: Any) -> Iterator[None]:
         before = self._phase
         self.turn(DATA)
         try:

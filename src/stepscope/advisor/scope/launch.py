@@ -12,6 +12,7 @@ import builtins
 import runpy
 import signal
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -53,16 +54,21 @@ def _watcher(order: Order, folder: Path) -> Watcher | InterleavedRun:
 
 
 def _run_script(order: Order) -> None:
-    path = Path(order.target)
+    # As for Python itself: absolute, so that it stays valid after os.chdir.
+    path = Path.cwd() / order.target
     main_module = ModuleType("__main__")
     main_module.__dict__.update(
-        __file__=order.target, __builtins__=builtins, __cached__=None, __doc__=None
+        __file__=str(path),
+        __loader__=SourceFileLoader("__main__", str(path)),
+        __builtins__=builtins,
+        __cached__=None,
+        __doc__=None,
     )
     sys.modules["__main__"] = main_module
     sys.argv = [order.target, *order.words]
     if not sys.flags.safe_path:
         sys.path[0] = str(path.resolve().parent)
-    code = compile(path.read_bytes(), order.target, "exec", dont_inherit=True)
+    code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     exec(code, main_module.__dict__)
 
 

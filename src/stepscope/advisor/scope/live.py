@@ -52,7 +52,7 @@ class LiveTimes:
         self._write("")
 
     @contextmanager
-    def _loading(self) -> Iterator[None]:
+    def _loading(self, _: object) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield

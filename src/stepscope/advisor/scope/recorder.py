@@ -58,6 +58,11 @@ class Recorder:
         """Time of each timed step in a DataLoader. Steps of other stages do not count: while the
         device is made idle, loader workers catch up."""
         self._loaded_ms = 0.0
+        self.loader_workers = 0
+        """Worker processes of the DataLoaders that the timed steps took batches from."""
+        self.epoch_starts: list[int] = []
+        """DataLoaders whose first batch each timed step took: their workers have just started."""
+        self._epoch_starts = 0
         self.evaluations: list[int] = []
         """Calls of the model without gradients, for each timed step."""
         self._evaluated = 0
@@ -210,7 +215,7 @@ class Recorder:
             self.energy.begin(self.device)
             self._open.enter_context(batches_taken(self._loading))
             self._watch_evaluations()
-        self._loaded_ms, self._evaluated, self._tokens = 0.0, 0, 0
+        self._loaded_ms, self._evaluated, self._tokens, self._epoch_starts = 0.0, 0, 0, 0
         if stage is Stage.TRACED and self.trace.running:
             self.trace.begin(by_edges=self._by_edges)
         self._step_start = self.device.mark()
@@ -228,6 +233,7 @@ class Recorder:
             self.times.append((self._step_start, end))
             self.loading_ms.append(self._loaded_ms)
             self.evaluations.append(self._evaluated)
+            self.epoch_starts.append(self._epoch_starts)
             self.tokens.append(self._tokens)
             if len(self.times) == self.effort.timed:
                 self._open.close()
@@ -315,7 +321,10 @@ class Recorder:
         self._tokens += tokens_in(arguments, keywords)
 
     @contextmanager
-    def _loading(self) -> Iterator[None]:
+    def _loading(self, batches: Any) -> Iterator[None]:
+        workers = getattr(batches, "_num_workers", 0)
+        self.loader_workers = max(self.loader_workers, workers)
+        self._epoch_starts += bool(workers) and getattr(batches, "_num_yielded", 1) == 0
         start = time.perf_counter()
         try:
             yield

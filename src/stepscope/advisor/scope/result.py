@@ -20,6 +20,7 @@ from stepscope.acceleration.changes import blocks_of
 from stepscope.acceleration.report import name_pattern
 from stepscope.advisor.scope.energy import ENERGY_MOVES_S
 from stepscope.advisor.scope.issue import PHASES
+from stepscope.advisor.scope.loading import with_mean_wait
 from stepscope.advisor.scope.recorder import Recorder
 from stepscope.measure.ceilings import known_ceilings
 from stepscope.measure.environment import describe
@@ -46,16 +47,16 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
         notes["cut_short"] = recorder.cut_short
     _put(values, "B", resident_bytes=psutil.Process().memory_info().rss)
     _put(values, "B", peak_bytes=recorder.peak_bytes)
-    if recorder.energy.joules is not None and "left_out" in notes:
+    left_out = len(recorder.times) - len(_usual(recorder))
+    if recorder.energy.joules is not None and left_out:
         notes["no_energy"] = (
-            f"{notes['left_out']} of the timed steps do more than the others, and the counter"
-            " includes them"
+            f"{left_out} of the timed steps do more than the others, and the counter includes them"
         )
     elif recorder.energy.joules is not None:
         took = recorder.times[-1][1].host_s - recorder.times[0][0].host_s
         _put(values, "J", joules=recorder.energy.joules)
         _put(values, "J", joules_resolution=recorder.energy.joules * ENERGY_MOVES_S / took)
-    tokens = [recorder.tokens[index] for index in usual_steps(recorder.evaluations)]
+    tokens = [recorder.tokens[index] for index in _usual(recorder)]
     if any(tokens):
         _put(values, "tokens", tokens=sum(tokens) / len(tokens))
     parameters = sum(_numbers(parameter) for parameter in recorder.parameters)
@@ -99,7 +100,7 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
         ceilings=known_ceilings(environment),
         started=datetime.now(UTC).isoformat(timespec="milliseconds"),
         elapsed_s=elapsed_s,
-        series=_series(recorder),
+        series=_series(recorder, notes),
         quantities=quantities(values),
         notes=notes,
         attachments=msgspec.to_builtins(attachments),
@@ -107,21 +108,36 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
     )
 
 
-def _series(recorder: Recorder) -> tuple[Series, ...]:
-    """Step times by the device's clock (if any) and the host's; loading and issue times."""
+def _series(recorder: Recorder, notes: dict[str, str]) -> tuple[Series, ...]:
+    """Step times by the device's clock (if any) and the host's; loading and issue times. Where
+    workers deliver batches in bursts, steps have the mean wait for a batch, and the times with
+    their own waits are the series `elapsed`."""
     device = recorder.device
     device.synchronize()
     warmup = tuple(1e3 * seconds for seconds in recorder.warmup_s)
-    usual = usual_steps(recorder.evaluations)
+    usual = _usual(recorder)
     times = [recorder.times[index] for index in usual]
     on_host = tuple((end.host_s - start.host_s) * 1e3 for start, end in times)
     series = [Series(name="step", unit="ms", values=on_host, warmup=warmup)]
+    evaluating = sorted(set(range(len(recorder.times))) - set(usual_steps(recorder.evaluations)))
+    if evaluating:
+        both = (recorder.times[index] for index in evaluating)
+        values = tuple((end.host_s - start.host_s) * 1e3 for start, end in both)
+        series.append(Series(name="evaluating", unit="ms", values=values))
     on_device = [device.device_ms(start, end) for start, end in times]
     if on_device and None not in on_device:
         values = tuple(ms for ms in on_device if ms is not None)
         series.insert(0, Series(name="step", unit="ms", values=values, clock="device"))
     if any(recorder.loading_ms):
         loading = tuple(recorder.loading_ms[index] for index in usual)
+        if recorder.loader_workers:
+            for index, raw in enumerate(tuple(series)):
+                if raw.name != "step":
+                    continue
+                if (even := with_mean_wait(raw.values, loading)) is not None:
+                    notes["loader_bursts"] = "yes"
+                    series[index] = msgspec.structs.replace(raw, values=even)
+                    series.append(msgspec.structs.replace(raw, name="elapsed", warmup=()))
         series.append(Series(name="loading", unit="ms", values=loading))
     issued = recorder.issue.steps
     for phase in PHASES:
@@ -139,14 +155,23 @@ def usual_steps(evaluations: Sequence[int]) -> list[int]:
     return usual if len(usual) >= len(evaluations) / 2 else list(range(len(evaluations)))
 
 
+def _usual(recorder: Recorder) -> list[int]:
+    """Indices of the timed steps without a validation and without the start of an epoch."""
+    within_epochs = set(usual_steps(recorder.epoch_starts))
+    usual = usual_steps(recorder.evaluations)
+    return [index for index in usual if index in within_epochs] or usual
+
+
 def _evaluations(recorder: Recorder, notes: dict[str, str], attachments: dict[str, Any]) -> None:
     """Note how many timed and which traced steps evaluate the model more than the others."""
-    odd = len(recorder.evaluations) - len(usual_steps(recorder.evaluations))
-    if odd:
-        notes["left_out"] = str(odd)
+    usual = usual_steps(recorder.evaluations)
+    if len(usual) < len(recorder.evaluations):
+        notes["left_out"] = str(len(recorder.evaluations) - len(usual))
+    if starts := len(usual) - len(_usual(recorder)):
+        notes["epoch_starts"] = str(starts)
     if recorder.trace.steps:
-        usual = recorder.usual_evaluations
-        longer = [i for i, count in enumerate(recorder.trace.evaluations) if count > usual]
+        least = recorder.usual_evaluations
+        longer = [i for i, count in enumerate(recorder.trace.evaluations) if count > least]
         if len(longer) == recorder.trace.steps:
             notes["validates_throughout"] = "yes"
         elif longer:
@@ -167,6 +192,7 @@ def _setting(recorder: Recorder) -> Setting:
         matmul_precision="high" if tf32_is_enabled() else "highest",
         blocks=sum(len(blocks_of(model)) for model in recorder.models),
         batch=_batch(),
+        loader_workers=recorder.loader_workers,
         distributed=torch.distributed.is_available() and torch.distributed.is_initialized(),
         pieces=_pieces(recorder.models),
     )

@@ -47,6 +47,8 @@ class Watcher:
         self._in_child = False
         self._child_marked = False
         self._searched = False
+        self._trained: list[int] | None = None
+        """Ids of the parameters whose models were searched for."""
         self._written = False
         self._torch = False
         self._failure = ""
@@ -143,7 +145,7 @@ class Watcher:
     def _handle_optimizer(self, optimizer: Any) -> None:
         if self._step_finder.optimizer_begins(optimizer) and self._recorder is not None:
             self._recorder.abandon()
-            self._recorder, self._searched = None, False
+            self._recorder, self._searched, self._trained = None, False, None
 
     def _handle_step(self, optimizer: Any) -> None:
         if self._recorder is not None:
@@ -170,13 +172,8 @@ class Watcher:
         if not self._recording:
             return
         recorder = self._recorder or self._begin()
-        if not self._searched and recorder.steps >= self._effort.warmup - 2:
-            # Before the last warm-up step, in which calls of the models are observed; and again
-            # after it, when all optimizers have stepped.
-            self._searched = recorder.steps >= self._effort.warmup - 1
-            if self._searched:
-                self._step_finder.anchor.freeze()
-            self._find_models(recorder)
+        if not self._searched:
+            self._search(recorder)
         recorder.edge()
         if recorder.done:
             self._conclude()
@@ -200,6 +197,22 @@ class Watcher:
         self._recorder.watch()
         self._report_progress()
         return self._recorder
+
+    def _search(self, recorder: Recorder) -> None:
+        """Find the models after the first step: the search takes a tenth of a second, in which the
+        workers of a DataLoader load ahead, and the steps after it would not wait for them. Search
+        again before and after the last warm-up step, in which calls of the models are observed, if
+        other optimizers have stepped by then."""
+        self._searched = recorder.steps >= self._effort.warmup - 1
+        if self._searched:
+            self._step_finder.anchor.freeze()
+        trained = [id(one) for one in self._step_finder.parameters]
+        late = recorder.steps >= self._effort.warmup - 2
+        if self._trained is None or (late and trained != self._trained):
+            self._trained = trained
+            self._find_models(recorder)
+        elif late:
+            self._use(recorder.models, recorder)
 
     def _find_models(self, recorder: Recorder) -> None:
         from stepscope.measure.modules import trained_models

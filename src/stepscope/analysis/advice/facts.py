@@ -100,6 +100,10 @@ class PieceWork(msgspec.Struct, frozen=True, kw_only=True):
     shares: tuple[PieceShare, ...] = ()
 
 
+_LOADER_BOUND = 0.1
+"""Share of the step in a DataLoader with workers from which on the loop waits for them."""
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about one step, times in milliseconds. Zero or None: absent or unknown."""
 
@@ -129,6 +133,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that naive attention saves for backward."""
     data_ms: float = 0.0
     """Time the host spends in a DataLoader."""
+    loader_workers: int = 0
+    """Worker processes of that DataLoader."""
     pageable_ms: float = 0.0
     """Time of copies from pageable (not pinned) host memory."""
     cleared_ms: float = 0.0
@@ -204,6 +210,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Features this machine does not have: a dtype, or `compiler`."""
     doubt: str = ""
     """Reason why the times cannot be trusted, such as a busy machine; empty if they can."""
+
+    @property
+    def loader_bound(self) -> bool:
+        """True if steps take as long as the workers of the DataLoader take for a batch. Taking a
+        batch that is ready also takes a little time."""
+        return self.loader_workers > 0 and self.data_ms >= _LOADER_BOUND * self.step_ms
 
     def is_tight(self, share: float) -> bool:
         """Return True if the peak uses more than this share of the device's memory."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from msgspec.structs import replace
 
 from stepscope.analysis.advice.facts import AT_COPIES, MODEL_PHASES, Facts, PhaseWork
@@ -54,6 +56,8 @@ def _no_wait(facts: Facts) -> Change | str:
 def _workers(facts: Facts) -> Change | str:
     if not facts.data_ms:
         return "no time is spent in a DataLoader"
+    if facts.loader_workers:
+        return _more_workers(facts)
     return _workers_on_gpu(facts) if facts.on_gpu else _workers_on_cpu(facts)
 
 
@@ -83,6 +87,37 @@ def _workers_on_cpu(facts: Facts) -> Change | str:
         " processes, so the step may get slower; CPU memory",
         lines=(f"DataLoader(…, num_workers={workers}, persistent_workers=True)",),
         setting={"data": "workers"},
+    )
+
+
+def _more_workers(facts: Facts) -> Change | str:
+    """More workers for a DataLoader that has some. The loop waits for them in every step, so a step
+    takes as long as they take for a batch, which is in proportion to their number."""
+    now = facts.loader_workers
+    step_ms = max(facts.step_ms - facts.data_ms, 1e-3 * facts.step_ms)
+    workers = min(facts.cores, math.ceil(now * facts.step_ms / step_ms))
+    if workers <= now:
+        return (
+            f"the loop waits {facts.data_ms:.3g} ms for its {now} workers on {facts.cores} cores:"
+            " more of them help only if they wait for files or a network; otherwise less work for"
+            " each sample does"
+        )
+    left = max(0.0, facts.step_ms * now / workers - step_ms)
+    hidden = max(0.0, facts.data_ms - left)
+
+    def waits_less(work: PhaseWork) -> PhaseWork:
+        if facts.on_gpu:
+            return replace(work, host_ms=max(0.0, work.host_ms - hidden))
+        return work.less(hidden)
+
+    return Change(
+        after=replace(facts.with_work(waits_less, _OUTSIDE), data_ms=left),
+        title="more DataLoader workers",
+        why=f"the loop waits {facts.data_ms:.3g} ms of a step for the {now} workers of its"
+        f" DataLoader; there are {facts.cores} cores",
+        risk="time: workers need idle cores; CPU memory",
+        lines=(f"DataLoader(…, num_workers={workers}, persistent_workers=True)",),
+        by_author="the DataLoader sets its number of workers itself",
     )
 
 

@@ -110,6 +110,9 @@ def rule(code: str, title: str) -> Callable[[Callable[[Facts], Change | str]], R
             after = fields.pop("after")
             if change.gain_ms is None:
                 fields["gain_ms"] = gain_ms(facts, after)
+            if facts.loader_bound and after.data_ms >= facts.data_ms:
+                # Whatever else gets faster, the loop waits for the workers instead.
+                fields["gain_ms"] = min(0.0, fields["gain_ms"])
             fields |= {"code": change.code or code, "title": change.title or title}
             return Prediction(Advice(**fields), after)
 

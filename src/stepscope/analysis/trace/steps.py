@@ -13,7 +13,7 @@ from stepscope.analysis.trace.work import NO_CALL, DeviceWork
 
 _MIN_ENDS = 3
 """Minimum number of optimizer steps: two complete steps lie between three of them."""
-_LOADING = "enumerate(DataLoader)"
+LOADING = "enumerate(DataLoader)"
 
 
 class Step(NamedTuple):
@@ -125,7 +125,7 @@ def step_of(work: DeviceWork, steps: tuple[Step, ...]) -> Ints:
 def data_ms(work: DeviceWork, steps: tuple[Step, ...]) -> float:
     """Milliseconds per step that the CPU spends in a DataLoader of PyTorch."""
     spans, names = work.trace.spans, work.trace.names
-    loading = [n for n, name in enumerate(names) if name.startswith(_LOADING)]
+    loading = [n for n, name in enumerate(names) if name.startswith(LOADING)]
     own = spans.is_range & np.isin(spans.name, loading)
     start, end = spans.start[own], spans.end[own]
     inside = sum(

@@ -263,12 +263,14 @@ def _write(
     if not options.json:
         if content.verdict is not None:
             print_verdict(content.verdict, Console(stderr=True, highlight=False))
-        if text := _in_short(outcome, len(records)):
+        waited_less = max((one.waited_less_ms for one in ranks), default=0.0)
+        if text := _in_short(outcome, len(records), waited_less):
             log(text)
         if warning := banner(records):
             log(warning)
         if outcome.reason:
-            log(f"the recording is incomplete: {outcome.reason}")
+            short = any("cut_short" in record.notes for record in records)
+            log(f"the recording is incomplete: {outcome.reason}{f' ({_FIX})' if short else ''}")
         machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         whose = (
             f" (of this machine; each of the {machines} machines writes its own)"
@@ -301,12 +303,13 @@ def _save(records: Sequence[Record], path: Path) -> Path:
     return path.resolve()
 
 
-def _in_short(outcome: Outcome, ranks: int) -> str:
+def _in_short(outcome: Outcome, ranks: int, waited_less_ms: float) -> str:
     parts = []
     if outcome.step_ms is not None:
         took = f"a step takes {duration(outcome.step_ms)}"
         traced = outcome.traced_ms
-        if traced and not _ALIKE[0] < traced / outcome.step_ms < _ALIKE[1]:
+        alike = ((traced or 0.0) + waited_less_ms) / outcome.step_ms
+        if traced and not _ALIKE[0] < alike < _ALIKE[1]:
             took += f" (traced steps: {duration(traced)}, so they differ from the timed steps)"
         parts.append(took)
     if outcome.peak_bytes is not None:

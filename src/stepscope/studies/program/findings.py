@@ -48,6 +48,7 @@ def inspected_findings(ranks: Sequence[ProgramRecord]) -> tuple[Finding, ...]:
         *_no_ceilings(lead),
         *energy_finding(lead.record, lead.name),
         *_evaluations(lead),
+        *_bursts(lead),
         *_loop(lead),
         *(finding for rank in ranks for finding in _missing(rank, len(ranks) > 1)),
         *_failed_checks(lead),
@@ -66,7 +67,9 @@ def _time(lead: ProgramRecord) -> Iterator[Finding]:
         f" of {len(series.values)} steps, half of which are between {duration(spread.q1)} and"
         f" {duration(spread.q3)}."
     )
-    more = lead.summary.wall_ms / spread.median - 1 if lead.summary is not None else 0.0
+    more = 0.0
+    if lead.summary is not None:
+        more = (lead.summary.wall_ms + lead.waited_less_ms) / spread.median - 1
     if more > TRACED_APART:
         text += f" Under the profiler it takes {percent(more)} more."
     yield Finding(
@@ -123,13 +126,22 @@ def _evaluations(lead: ProgramRecord) -> Iterator[Finding]:
     timed = int(lead.record.notes.get("left_out", 0))
     traced = len(lead.traced_validations) if lead.summary is not None else 0
     also = "also ran the model without gradients"
+    longer = f", for {duration(lead.evaluating_ms)} more" if lead.evaluating_ms else ""
     if timed:
         yield Finding(
             code="inspect.timed-evaluations",
             values={"steps": timed},
             timed=False,
-            text=f"{timed} of the timed steps {also}, as in a validation: they are excluded from"
-            " the step time.",
+            text=f"{timed} of the timed steps {also}, as in a validation or a rollout{longer}: they"
+            " are excluded from the step time.",
+        )
+    if starts := int(lead.record.notes.get("epoch_starts", 0)):
+        yield Finding(
+            code="inspect.epoch-starts",
+            values={"steps": starts},
+            timed=False,
+            text=f"{starts} of the timed steps took the first batch of an epoch, for which the"
+            " workers of the DataLoader have to start: excluded from the step time.",
         )
     if traced:
         yield Finding(
@@ -145,6 +157,23 @@ def _evaluations(lead: ProgramRecord) -> Iterator[Finding]:
             text=f"All traced steps {also}: the time breakdown includes that work.",
             tone="warn",
         )
+
+
+def _bursts(lead: ProgramRecord) -> Iterator[Finding]:
+    """Report waits for a DataLoader that were averaged over the timed steps."""
+    waits = lead.record.find("loading")
+    if "loader_bursts" not in lead.record.notes or waits is None or not waits.values:
+        return
+    least, most = min(waits.values), max(waits.values)
+    yield Finding(
+        code="inspect.loader-bursts",
+        values={"least_ms": least, "most_ms": most},
+        text="The workers of the DataLoader are slower than the step and deliver batches in bursts:"
+        f" a step waits between {duration(least)} and {duration(most)}. The step time has the mean"
+        " of these waits.",
+        conclusion="More workers, or less work for each sample, make the step faster.",
+        tone="warn",
+    )
 
 
 def _issue(lead: ProgramRecord) -> Iterator[Finding]:

@@ -100,8 +100,35 @@ class ProgramRecord:
 
     @property
     def loading_ms(self) -> float | None:
-        """Time in a DataLoader per step, without the profiler."""
-        return median_ms(self.record, "loading")
+        """Time in a DataLoader per step, without the profiler: the mean with workers, which deliver
+        batches in bursts."""
+        series = self.record.find("loading")
+        if series is None or not series.values:
+            return None
+        spread = summarize(series.values)
+        return spread.mean if self.loader_workers else spread.median
+
+    @property
+    def loader_workers(self) -> int:
+        return self.setting.loader_workers if self.setting is not None else 0
+
+    @property
+    def waited_less_ms(self) -> float:
+        """Time by which the traced steps waited less for their DataLoader than the timed ones:
+        while tracing is prepared, its workers load ahead."""
+        if self.summary is None or self.loading_ms is None or not self.loader_workers:
+            return 0.0
+        return max(0.0, self.loading_ms - self.summary.data_ms)
+
+    @property
+    def evaluating_ms(self) -> float:
+        """Time by which timed steps that also ran the model without gradients were longer than the
+        others, all of them together; they are not part of the step time."""
+        longer, step = self.record.find("evaluating"), self.record.find("step", "host")
+        if longer is None or step is None or not step.values:
+            return 0.0
+        usual = summarize(step.values).median
+        return sum(max(0.0, ms - usual) for ms in longer.values)
 
     @property
     def micro_batches(self) -> int:

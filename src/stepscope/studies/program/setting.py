@@ -34,6 +34,8 @@ class Setting(Part, frozen=True):
     """Number of entries of the models' ModuleLists."""
     batch: Int64 | None = None
     """Batch size of its DataLoaders, if all have the same."""
+    loader_workers: Int64 = 0
+    """Worker processes of the DataLoader that the steps took batches from."""
     pieces: dict[str, dict[str, Int64]] | None = None
     """Modules that `stepscope.accelerate` would replace: for each piece, names with a star for the
     number of a block, and how many modules each name stands for."""

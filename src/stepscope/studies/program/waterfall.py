@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from stepscope.analysis.limits import hardware_limit, matrix_ceiling, mfu
 from stepscope.analysis.power import power_capped
+from stepscope.analysis.trace.steps import LOADING
 from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.verdict import Limit
 from stepscope.report.blocks import Block, Finding, Timeline
@@ -28,6 +29,7 @@ IDLE = "idle: "
 COMMUNICATION = "exposed communication"
 _MATMUL = "matmul."
 MATMULS, UPDATE = "matmuls beyond the ideal", "optimizer beyond the ideal"
+LOADER = "DataLoader"
 COPIES, OUTSIDE = "copies and casts", "outside of the model"
 UNEXPLAINED, NOT_TRACED = "unexplained", "not in the traced steps"
 
@@ -73,19 +75,26 @@ class Parts(NamedTuple):
     """Ideal times of the parts that took less than these."""
 
 
-def parts_of(summary: Summary, least: dict[str, float], step_ms: float) -> Parts:
+def parts_of(
+    summary: Summary, least: dict[str, float], step_ms: float, waited_less_ms: float = 0.0
+) -> Parts:
     """Split the time of a step into ideal time and time beyond it, by cause.
 
     The lines are those of traced steps. If these are longer than the timed step, the difference is
     subtracted from their idle time, since the profiler works between operators and launches; if
     the operators alone take longer, the machine was slower, and all lines are scaled. A part that
     took less than its ideal time was compared to a rate that is too low: its own time is used.
+    `waited_less_ms` is the time by which traced steps waited less for their DataLoader.
     """
     spent: dict[str, float] = defaultdict(float)
     for line in summary.lines:
         spent[_cause(line.phase, line.kind)] += line.ms
     spent = _fitted({cause: max(0.0, ms) for cause, ms in spent.items()}, step_ms)
     rest = max(0.0, step_ms - sum(spent.values()))
+    waited = min(rest, waited_less_ms)
+    rest -= waited
+    if loading := waited + _idle_in_loader(summary, spent):
+        spent[LOADER] = loading
     possible, faster = {}, {}
     for (label, ms), cause in zip(least.items(), (MATMULS, UPDATE), strict=False):
         took = spent.get(cause, 0.0)
@@ -96,6 +105,19 @@ def parts_of(summary: Summary, least: dict[str, float], step_ms: float) -> Parts
         if ms - possible[label] >= _FASTER_FROM * step_ms:
             faster[label] = ms
     return Parts(possible, {**spent, NOT_TRACED: max(0.0, rest)}, faster)
+
+
+def _idle_in_loader(summary: Summary, spent: dict[str, float]) -> float:
+    """Move the time in a DataLoader outside of operators from the idle time, and return it. A GPU
+    may be busy meanwhile: there its idle time is left as it is."""
+    idle = sum(ms for cause, ms in spent.items() if cause.startswith(IDLE))
+    if summary.on_device or idle <= 0:
+        return 0.0
+    operators = sum(use.ms for use in summary.uses if use.module.startswith(LOADING))
+    moved = min(idle, max(0.0, summary.data_ms - operators))
+    for cause in [cause for cause in spent if cause.startswith(IDLE)]:
+        spent[cause] *= 1 - moved / idle
+    return moved
 
 
 def _fitted(spent: dict[str, float], step_ms: float) -> dict[str, float]:
@@ -131,7 +153,7 @@ def waterfall_blocks(lead: ProgramRecord, name: str) -> tuple[Block, ...]:
     at_rates = least_ms(lead)
     if summary is None or not step_ms or not at_rates:
         return ()
-    parts = parts_of(summary, at_rates, step_ms)
+    parts = parts_of(summary, at_rates, step_ms, lead.waited_less_ms)
     lanes, at = [], 0.0
     for label, ms in (parts.least | parts.beyond).items():
         if ms >= _SHOWN_FROM * step_ms:
@@ -164,7 +186,7 @@ def waterfall_blocks(lead: ProgramRecord, name: str) -> tuple[Block, ...]:
 
 def _meaning(cause: str) -> str:
     """Meaning of a part beyond the minimum; it determines the color."""
-    if cause.startswith(IDLE):
+    if cause.startswith(IDLE) or cause == LOADER:
         return "idle"
     if cause == COMMUNICATION:
         return "communication"

@@ -38,6 +38,10 @@ _NAMES = ("model", "size", "attention", "collective", "technique", "subject")
 
 def case_words(study: str, key: str, config: Mapping[str, Any]) -> str:
     """The settings of a case that differ from the usual ones; else its key, made readable."""
+    if isinstance(config.get("program"), Mapping):
+        # The name of a script may have underscores; the code of a change has none.
+        subject, _, change = key.rpartition("_")
+        return f"{subject}, {change}"
     if not any(isinstance(config.get(name), str) for name in _NAMES):
         return key.replace("_", ", ")
     skipped = () if study == _OF_WARMUP else (_OF_WARMUP,)
