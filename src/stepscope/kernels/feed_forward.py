@@ -69,7 +69,7 @@ def mlp(
     dtype = matmul_dtype(read)
     if transforms_active():
         gates = fused_linear(x, first, copies, biases, transposed=transposed)
-        gate, up = gate_and_up(gates, gated)
+        gate, up = gates.chunk(2, dim=-1) if gated else (gates, None)
         hidden = PLAIN[activation](gate) if up is None else PLAIN[activation](gate) * up
         bias = None if out_bias is None else out_bias.to(dtype)
         return functional.linear(hidden, stored_as_rows(second, transposed).to(dtype), bias)
