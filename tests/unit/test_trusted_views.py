@@ -124,8 +124,8 @@ def test_page_markdown_and_terminal_carry_the_banner() -> None:
     busy = [flagged(record) for record in committed("warmup")[:2]]
     page = make_page([*busy, *committed("warmup")[2:3]])
     assert page.banner == (
-        "The machine was busy in 2 of 3 measurements; times are unreliable: end other work on this"
-        " machine and measure again."
+        "The machine was busy in 2 of 3 measurements; their times are unreliable: end other work on"
+        " this machine and measure again."
     )
     assert page.banner in html_page(page)
     assert page.banner in markdown_page(page)

@@ -79,9 +79,10 @@ def banner(records: Sequence[Record]) -> str:
     noisy = [trust for trust in doubted if trust.level == "noisy"]
     parts = []
     if noisy:
+        whose = "the" if len(trusts) == 1 else "their"
         parts.append(
-            f"{_sentence(doubt(trusts, noisy))}; times are unreliable: end other work on this"
-            " machine and measure again."
+            f"{_sentence(doubt(trusts, noisy))}; {whose} times are unreliable: end other work on"
+            " this machine and measure again."
         )
     if invalid := [trust for trust in doubted if trust.level == "invalid"]:
         parts.append(f"{_sentence(doubt(trusts, invalid))}; its numbers are not used.")
