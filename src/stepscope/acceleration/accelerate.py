@@ -30,6 +30,7 @@ from stepscope.acceleration.replacement import (
     Found,
     Left,
     Replacement,
+    is_linear,
     is_transposed,
 )
 from stepscope.acceleration.report import FP8, Report, excluded
@@ -205,7 +206,7 @@ def _use_fp8(model: nn.Module, copies: WeightCopies, fp8: Fp8Layers, report: Rep
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_transposed(module)
+    return isinstance(module, nn.Linear) or is_linear(module) or is_transposed(module)
 
 
 def _weight_of(module: Any) -> Tensor | None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from stepscope.acceleration.replacement import Left
 
-_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
+_ATTENTION = re.compile("attention|attn|mha", re.IGNORECASE)
 _EXPERTS = re.compile("moe|experts", re.IGNORECASE)
 
 

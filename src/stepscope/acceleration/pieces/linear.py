@@ -14,6 +14,7 @@ from stepscope.acceleration.replacement import (
     Found,
     Left,
     Replacement,
+    bias_of,
     is_linear,
     is_transposed,
 )
@@ -83,5 +84,6 @@ class _Linear:
         return "" if casts or self._copies.fp8 is not None else "its weight needs no cast"
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
-        biases = () if module.bias is None else (module.bias,)
+        bias = bias_of(module)
+        biases = () if bias is None else (bias,)
         return fused_linear(x, (self._weight,), self._copies, biases, transposed=self._transposed)

@@ -22,6 +22,7 @@ from stepscope.acceleration.replacement import (
     Found,
     Left,
     Replacement,
+    bias_of,
     drops,
     has_hooks,
     is_linear,
@@ -137,7 +138,7 @@ def _refused(module: nn.Module) -> str:
         return "it has hooks"
     if any(map(is_transposed, layers)) and len(layers) == 3:
         return "its weights are stored transposed"
-    if len({layer.bias is None for layer in [*layers][:2]}) != 1 and len(layers) == 3:
+    if len({bias_of(layer) is None for layer in [*layers][:2]}) != 1 and len(layers) == 3:
         return "only some of its layers have a bias"
     return ""
 
@@ -206,14 +207,14 @@ def _small(module: nn.Module, names: Names, generator: torch.Generator) -> Any:
         if is_transposed(child):
             weight, child.nf = weight.T.contiguous(), rows
         child.weight = nn.Parameter(weight)
-        if child.bias is not None:
+        if bias_of(child) is not None:
             child.bias = nn.Parameter(torch.randn(rows, generator=generator))
     return small.cpu().eval()
 
 
 def _linear(layer: Any, x: Tensor) -> Tensor:
     weight = layer.weight.T if is_transposed(layer) else layer.weight
-    return functional.linear(x, weight, layer.bias)
+    return functional.linear(x, weight, bias_of(layer))
 
 
 class _Mlp:
@@ -254,8 +255,8 @@ class _Mlp:
             last.weight,
             self._copies,
             activation=self._match.activation,
-            biases=[layer.bias for layer in first if layer.bias is not None],
-            out_bias=last.bias,
+            biases=[bias for bias in map(bias_of, first) if bias is not None],
+            out_bias=bias_of(last),
             transposed=self._transposed,
             packed=self._match.names.packed,
             policy=NORMS,

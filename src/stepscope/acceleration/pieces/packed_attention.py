@@ -30,6 +30,7 @@ from stepscope.acceleration.replacement import (
     Found,
     Left,
     Replacement,
+    bias_of,
     drops,
     has_hooks,
     is_linear,
@@ -135,7 +136,7 @@ def _candidates(module: nn.Module) -> Iterator[Names]:
             # Any layer could be one that returns q, k and v.
             continue
         same = len({shapes[name] for name in projections}) == 1
-        with_bias = len({layers[name].bias is None for name in projections}) == 1
+        with_bias = len({bias_of(layers[name]) is None for name in projections}) == 1
         transposed = is_transposed(layers[projections[0]]) and not packed
         fits = all(shapes[name][1] == width for name in output)
         if not rest and same and with_bias and fits and not transposed:
@@ -153,7 +154,7 @@ def _settings(module: nn.Module) -> dict[str, Any]:
 def _structure(module: nn.Module) -> Any:
     """Return what tells apart modules that compute something else."""
     shapes = tuple((name, _shape(child)) for name, child in _layers(module).items())
-    biases = tuple(child.bias is None for child in _layers(module).values())
+    biases = tuple(bias_of(child) is None for child in _layers(module).values())
     buffers = tuple((name, tuple(b.shape), _is_causal(b)) for name, b in module.named_buffers())
     settings = tuple(sorted((name, repr(value)) for name, value in _settings(module).items()))
     return type(module), shapes, biases, _dropouts(module), buffers, settings
@@ -263,8 +264,8 @@ def _with_random_weights(module: nn.Module, names: Names, generator: torch.Gener
         layer = getattr(small, name)
         weight = torch.randn(layer.weight.shape, generator=generator)
         layer.weight = nn.Parameter(weight / math.sqrt(_shape(layer)[1]))
-        if layer.bias is not None:
-            layer.bias = nn.Parameter(torch.randn(layer.bias.shape, generator=generator))
+        if (bias := bias_of(layer)) is not None:
+            layer.bias = nn.Parameter(torch.randn(bias.shape, generator=generator))
     return small.cpu()
 
 
@@ -300,7 +301,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 def _linear(layer: Any, x: Tensor) -> Tensor:
     weight = layer.weight.T if is_transposed(layer) else layer.weight
-    return functional.linear(x, weight, layer.bias)
+    return functional.linear(x, weight, bias_of(layer))
 
 
 class _Attention:
@@ -336,7 +337,7 @@ class _Attention:
             call.x,
             tuple(layer.weight for layer in projections),
             self._copies,
-            [layer.bias for layer in projections if layer.bias is not None],
+            [bias for bias in map(bias_of, projections) if bias is not None],
             heads=match.heads,
             by_head=match.by_head,
             transposed=self._transposed,
@@ -360,7 +361,8 @@ class _Attention:
         out = out.flatten(2)
         if match.names.output is not None:
             output = layers[-1]
-            biases = () if output.bias is None else (output.bias,)
+            bias = bias_of(output)
+            biases = () if bias is None else (bias,)
             out = fused_linear(
                 out, (output.weight,), self._copies, biases, transposed=self._transposed
             )
