@@ -29,7 +29,6 @@ from accelerated_models import (
     losses,
     sgd,
 )
-from stepscope.acceleration.replacement import is_linear
 from stepscope.kernels.activation import PLAIN
 
 
@@ -378,101 +377,3 @@ def test_a_patch_embedding_is_a_matmul(bias: bool) -> None:
 def test_convolutions_that_overlap_or_pad_are_left(how: dict[str, Any]) -> None:
     report = stepscope.accelerate(PatchEmbedding(**how))
     assert ("patch embedding" in report.replaced) == (how == {"groups": 1})
-
-
-class OwnLinear(nn.Module):
-    """A linear layer as the CS336 assignments ask for."""
-
-    def __init__(self, inputs: int = WIDTH, outputs: int = WIDTH) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("...i,oi->...o", x, self.weight)
-
-
-class WithBias(OwnLinear):
-    def __init__(self, inputs: int = WIDTH, outputs: int = WIDTH) -> None:
-        super().__init__(inputs, outputs)
-        self.bias = nn.Parameter(torch.randn(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
-
-
-class AddsItsBias(WithBias):
-    """In float32, also under autocast."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.T + self.bias
-
-
-class OwnGated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w3 = OwnLinear(WIDTH, HIDDEN), OwnLinear(WIDTH, HIDDEN)
-        self.w2 = OwnLinear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.w1(x)
-        out: Tensor = self.w2(gate * torch.sigmoid(gate) * self.w3(x))
-        return out
-
-
-def test_linear_layers_of_a_class_of_their_own() -> None:
-    report = assert_same_training(lambda: Block(Norm, OwnGated))
-    assert report.replaced["gated MLP"] == ["blocks.0.mlp", "blocks.1.mlp"]
-    report = assert_same_training(lambda: Block(Norm, OwnLinear))
-    assert report.replaced["linear"] == ["blocks.0.mlp", "blocks.1.mlp"]
-
-
-class Scaled(OwnLinear):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
-
-
-class Transposed(OwnLinear):
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
-class Noisy(OwnLinear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(functional.dropout(x, 0.1, self.training))
-
-
-class CastsItsInput(OwnLinear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
-
-
-class InFloat32(OwnLinear):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return super().forward(x.float())
-
-
-@pytest.mark.parametrize("kind", [Scaled, Transposed, Noisy, CastsItsInput, InFloat32, AddsItsBias])
-def test_modules_that_are_not_quite_linear_are_left(kind: type[nn.Module]) -> None:
-    report = assert_same_training(lambda: Block(Norm, kind))
-    assert "linear" not in report.replaced
-
-
-@pytest.mark.parametrize(
-    ("module", "linear"),
-    [
-        (OwnLinear(), True),
-        (WithBias(), True),
-        (nn.Linear(2, 3), True),
-        (type("MyLinear", (nn.Linear,), {})(2, 3), False),
-        (nn.Embedding(4, 4), False),
-        (nn.Bilinear(2, 2, 2), False),
-        (nn.Sequential(OwnLinear()), False),
-    ],
-)
-def test_what_is_a_linear_layer(module: nn.Module, linear: bool) -> None:
-    assert is_linear(module) is linear

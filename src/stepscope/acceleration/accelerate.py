@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepscope.acceleration.own_classes import embeddings
 from stepscope.acceleration.patches import Patch, bind_forward, restore_forward
 from stepscope.acceleration.pieces import (
     attention,
@@ -32,6 +33,7 @@ from stepscope.acceleration.replacement import (
     Replacement,
     is_linear,
     is_transposed,
+    rows_of,
 )
 from stepscope.acceleration.report import FP8, Report, excluded
 from stepscope.acceleration.unrecognized import unrecognized
@@ -179,8 +181,8 @@ def _is_fp8(dtype: Any) -> bool:
 
 def _use_fp8(model: nn.Module, copies: WeightCopies, fp8: Fp8Layers, report: Report) -> None:
     """Let the linear layers of a model use FP8 GEMMs, except for its head."""
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    tokens = {table.num_embeddings for table in tables}
+    tables = embeddings(model)
+    tokens = {table.weight.shape[0] for table in tables}
     tied = {id(table.weight) for table in tables}
     named = []
     for name, module in model.named_modules():
@@ -190,7 +192,7 @@ def _use_fp8(model: nn.Module, copies: WeightCopies, fp8: Fp8Layers, report: Rep
         named.append((name, weight))
         reason = fp8.refused((weight,), transposed=is_transposed(module))
         in_block = any(part.isdigit() for part in name.split("."))
-        if id(weight) in tied or (getattr(module, "out_features", 0) in tokens and not in_block):
+        if id(weight) in tied or (rows_of(module) in tokens and not in_block):
             reason = "the head stays in the matmul dtype"
         if reason is not None:
             fp8.keep(weight, reason)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
+
+from stepscope.acceleration.own_classes import computes_linear
 
 
 def _takes_every_call(module: nn.Module, *args: Any, **kwargs: Any) -> str:
@@ -55,13 +54,7 @@ def is_linear(module: object) -> bool:
     the same from the same parameters: not a subclass, quantized, or with an adapter."""
     if isinstance(module, nn.Linear) or not isinstance(module, nn.Module):
         return type(module) is nn.Linear
-    if module not in _LINEAR:
-        _LINEAR[module] = _computes_linear(module)
-    return _LINEAR[module]
-
-
-_LINEAR: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-"""Whether modules of other classes are linear layers."""
+    return computes_linear(module)
 
 
 def bias_of(layer: Any) -> Tensor | None:
@@ -70,46 +63,10 @@ def bias_of(layer: Any) -> Tensor | None:
     return bias
 
 
-@torch.no_grad()
-def _computes_linear(module: nn.Module) -> bool:
-    """Compare the forward of a module with that of `nn.Linear`, on small parameters."""
-    parameters = dict(module.named_parameters(recurse=False))
-    weight = parameters.get("weight")
-    plain = all(type(one) is nn.Parameter for one in parameters.values())
-    if weight is None or weight.dim() != 2 or not parameters.keys() <= {"weight", "bias"}:
-        return False
-    if not plain or not weight.is_floating_point() or "forward" in vars(module):
-        return False
-    # Numbers that the forward may read can change later.
-    if module._modules or module._buffers or any(type(x) is float for x in vars(module).values()):
-        return False
-    generator = torch.Generator().manual_seed(0)
-    draw = functools.partial(torch.randn, generator=generator, device="cpu")
-    small = {name: nn.Parameter(draw(5, 3) if name == "weight" else draw(5)) for name in parameters}
-    copy = nn.Module.__new__(type(module))
-    copy.__dict__.update(vars(module))
-    copy.__dict__.update(_parameters=dict(module._parameters) | small, training=True)
-    x = draw(2, 4, 3)
-    expected = nn.functional.linear(x, small["weight"], small.get("bias"))
-    try:
-        out = type(module).forward(copy, x)
-        with torch.autocast("cpu", torch.bfloat16):
-            narrow = type(module).forward(copy, x)
-    except Exception:
-        return False
-    same = all(isinstance(one, Tensor) and one.shape == expected.shape for one in (out, narrow))
-    if not same or not torch.allclose(out, expected, rtol=1e-5, atol=1e-6):
-        return False
-    return narrow.dtype == torch.bfloat16 and _rejects_other_dtypes(copy, x)
-
-
-def _rejects_other_dtypes(copy: nn.Module, x: Tensor) -> bool:
-    """Return whether an input of another dtype than the weight is an error, as in `nn.Linear`."""
-    try:
-        type(copy).forward(copy, x.to(torch.bfloat16))
-    except RuntimeError:
-        return True
-    return False
+def rows_of(layer: Any) -> int:
+    """Return the number of outputs of a linear layer; 0 if it is another module."""
+    rows: int | None = getattr(layer, "out_features", None)
+    return rows if isinstance(rows, int) else (layer.weight.shape[0] if is_linear(layer) else 0)
 
 
 def is_plain_linear(module: object) -> bool:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stepscope.acceleration.own_classes import copy_with
+
 _EXTRA = "stepscope_extra"
 """A keyword argument that shows whether a block passes on those that it does not name."""
 _CONSTANTS = (bool, int, float, str, type(None))
@@ -115,13 +117,11 @@ def layout_of(module: nn.Module, norms: Collection[str]) -> Layout | None:
     for in_tuple in ("", *others):
         calls: list[_Call] = []
         x = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64, device="cpu").view(_SHAPE)
-        block = _with_parts(
-            module,
-            {
-                name: _StandIn(name, 1.1 + 0.17 * number, name == in_tuple, calls)
-                for number, name in enumerate(children)
-            },
-        )
+        parts = {
+            name: _StandIn(name, 1.1 + 0.17 * number, name == in_tuple, calls)
+            for number, name in enumerate(children)
+        }
+        block = copy_with(module, _modules=parts)
         try:
             out = type(module).forward(block, x, **marked, **flags)
         except Exception:
@@ -154,14 +154,6 @@ def _arguments(forward: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, A
         else:
             marked[one.name] = Marked(one.name)
     return marked, flags
-
-
-def _with_parts(module: nn.Module, parts: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a module with the attributes of this one, in training, and other parts."""
-    block = nn.Module.__new__(type(module))
-    block.__dict__.update(vars(module))
-    block.__dict__.update(_modules=dict(parts), training=True)
-    return block
 
 
 def _branches(

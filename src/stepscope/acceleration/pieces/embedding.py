@@ -1,4 +1,5 @@
-"""Token embeddings with a deterministic gradient kernel, and those that are scaled as Gemma's."""
+"""Token embeddings with a deterministic gradient kernel, also those that are scaled as Gemma's, and
+those of a user's own class that index their weight."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from stepscope.acceleration.own_classes import computes_embedding
 from stepscope.acceleration.replacement import Found, Left, Replacement
 from stepscope.kernels.embedding import embedded
 
@@ -15,6 +17,9 @@ PIECE = "embedding"
 def find(model: nn.Module) -> Found:
     replacements, left = [], []
     for name, module in model.named_modules():
+        if computes_embedding(module):
+            replacements.append(Replacement(PIECE, name, module, _own_forward))
+            continue
         forward = _forward if type(module) is nn.Embedding else None
         if _is_scaled(module):
             forward = _scaled_forward
@@ -35,6 +40,10 @@ def _refused(module: nn.Embedding) -> str:
 
 def _forward(module: nn.Embedding, tokens: Tensor) -> Tensor:
     return embedded(tokens, module.weight, module.padding_idx)
+
+
+def _own_forward(module: Any, tokens: Tensor) -> Tensor:
+    return embedded(tokens, module.weight)
 
 
 def _is_scaled(module: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """Head and cross-entropy without materialized logits, within the forward of any language model.
 
-The head is an `nn.Linear` with as many outputs as an embedding of the model has entries; the
+The head is a linear layer with as many outputs as an embedding of the model has entries; the
 modules that contain it run their own forward. In training the head defers its matmul, and the
 cross-entropy that one of these forwards computes from it is the fused one. Nothing else of them is
 assumed: a soft-capped or scaled logit, a metric, or a loss with other options materializes them,
@@ -28,11 +28,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from stepscope.acceleration.own_classes import embeddings
 from stepscope.acceleration.pieces.deferred_logits import (
     DeferredLogits,
     ReadInAutogradFunctionError,
 )
-from stepscope.acceleration.replacement import Left, Replacement, has_hooks
+from stepscope.acceleration.replacement import (
+    Left,
+    Replacement,
+    bias_of,
+    has_hooks,
+    is_linear,
+    rows_of,
+)
 from stepscope.kernels.weight_copies import WeightCopies
 
 PIECE = "head and loss"
@@ -50,9 +58,7 @@ _TRANSFORMED = {
 
 def find(model: nn.Module, copies: WeightCopies | None) -> tuple[list[Replacement], list[Left]]:
     """Return the heads of a model and the modules that compute a loss from them."""
-    vocabularies = {
-        module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
-    }
+    vocabularies = {table.weight.shape[0] for table in embeddings(model)}
     modules = dict(model.named_modules())
     _DEFERRALS[model] = deferral = _Deferral(copies)
     head_forward, owner_forward = _forwards(deferral)
@@ -67,7 +73,7 @@ def find(model: nn.Module, copies: WeightCopies | None) -> tuple[list[Replacemen
             # A layer of a block.
             continue
         for child, head in owner.named_children():
-            if getattr(head, "out_features", None) not in vocabularies:
+            if rows_of(head) not in vocabularies:
                 continue
             full_name = f"{name}.{child}".lstrip(".")
             within = _within(name)
@@ -100,7 +106,7 @@ def _within(name: str) -> list[str]:
 def _reason(owner: nn.Module, head: nn.Module, within: list[nn.Module]) -> str | None:
     if "forward" in vars(head) or any("forward" in vars(one) for one in within):
         return "its forward is already replaced"
-    if type(head) is not nn.Linear:
+    if not is_linear(head):
         return f"the head is a {type(head).__name__}, not an nn.Linear"
     if isinstance(owner, _CONTAINERS):
         return f"the head is in a {type(owner).__name__}, which computes no loss"
@@ -148,7 +154,7 @@ class _Deferral:
             restore()
         return function()
 
-    def head_forward(self, head: nn.Linear, x: Tensor) -> Any:
+    def head_forward(self, head: Any, x: Tensor) -> Any:
         linear = _original(head)
         if self._depth == 0 or not _can_defer(head, x):
             return linear(x)
@@ -159,7 +165,7 @@ class _Deferral:
             self._is_read = True
             return linear(x)
 
-        return DeferredLogits.of(read, x, head.weight, self._copies, head.bias)
+        return DeferredLogits.of(read, x, head.weight, self._copies, bias_of(head))
 
     @property
     def _depth(self) -> int:
@@ -201,7 +207,7 @@ _DEFERRALS: weakref.WeakKeyDictionary[nn.Module, _Deferral] = weakref.WeakKeyDic
 def _forwards(deferral: _Deferral) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the forward of the head and of its owner, as functions: torch.compile traces these."""
 
-    def head_forward(head: nn.Linear, x: Tensor) -> Any:
+    def head_forward(head: Any, x: Tensor) -> Any:
         if torch.compiler.is_compiling():
             return _original(head)(x)
         return deferral.head_forward(head, x)
@@ -219,12 +225,12 @@ def _original(module: nn.Module) -> Callable[..., Any]:
     return functools.partial(type(module).forward, module)
 
 
-def _can_defer(head: nn.Linear, x: Tensor) -> bool:
-    weight = head.weight
+def _can_defer(head: Any, x: Tensor) -> bool:
+    weight, bias = head.weight, bias_of(head)
     return (
         type(x) is Tensor
         and type(weight) in (Tensor, nn.Parameter)
-        and (head.bias is None or type(head.bias) is type(weight))
+        and (bias is None or type(bias) is type(weight))
         and x.dim() >= 2
         and x.is_floating_point()
         and x.device == weight.device
