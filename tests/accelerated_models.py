@@ -119,6 +119,64 @@ class Model(nn.Module):
         return functional.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
 
 
+class OwnLinear(nn.Module):
+    """A linear layer as the CS336 assignments ask for."""
+
+    def __init__(self, inputs: int = WIDTH, outputs: int = WIDTH) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("...i,oi->...o", x, self.weight)
+
+
+class OwnGated(nn.Module):
+    def __init__(self, width: int = WIDTH, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.w1, self.w3 = OwnLinear(width, hidden), OwnLinear(width, hidden)
+        self.w2 = OwnLinear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.w1(x)
+        out: Tensor = self.w2(gate * torch.sigmoid(gate) * self.w3(x))
+        return out
+
+
+class OwnEmbedding(nn.Module):
+    def __init__(self, rows: int = VOCAB, width: int = WIDTH) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, width))
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return self.weight[token_ids]
+
+
+class OwnModel(nn.Module):
+    """A language model whose every layer is of its own class."""
+
+    def __init__(
+        self,
+        table: Callable[[int, int], nn.Module] = OwnEmbedding,
+        vocab: int = VOCAB,
+        width: int = WIDTH,
+        hidden: int = HIDDEN,
+    ) -> None:
+        super().__init__()
+        self.embed, self.head = table(vocab, width), OwnLinear(width, vocab)
+        self.blocks = nn.ModuleList(
+            Block(lambda: Norm(width), lambda: OwnGated(width, hidden))  # type: ignore[arg-type,return-value]
+            for _ in range(2)
+        )
+        self.norm = Norm(width)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
 def batch(seed: int = 0, length: int = 6) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCAB, (2, 2, length), generator=generator)

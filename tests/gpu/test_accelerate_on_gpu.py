@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stepscope
+from accelerated_models import OwnModel
 from nano_gpt import NanoGPT
 from stepscope.acceleration.report import Report
 
@@ -123,6 +124,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "nanogpt": lambda: NanoGPT(VOCAB, 256),
     "nanogpt, loss outside": lambda: NanoGPT(VOCAB, 256),
     "encoder": Encoder,
+    "own classes": lambda: OwnModel(vocab=VOCAB, width=256, hidden=512),
 }  # fmt: skip
 LOSSES: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {
     "vit": _of_hugging_face_images,
@@ -130,6 +132,9 @@ LOSSES: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {
     "nanogpt": _within,
     "nanogpt, loss outside": _outside,
     "encoder": _outside,
+    "own classes": lambda model, batch: model(
+        batch["input_ids"][:, :-1], batch["labels"][:, 1:].contiguous()
+    ),
 }
 """For models that do not return their loss."""
 PIECES = {
@@ -150,6 +155,7 @@ PIECES = {
     "timm": {"residual block", "LayerNorm", "attention", "MLP", "linear", "patch embedding"},
     "nanogpt": {"residual block", "LayerNorm", "MLP", "head and loss", "attention", "embedding"},
     "encoder": {"residual block", "LayerNorm", "attention", "linear", "embedding"},
+    "own classes": {"residual block", "RMSNorm", "gated MLP", "head and loss", "embedding"},
 }
 
 

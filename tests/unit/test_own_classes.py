@@ -11,28 +11,19 @@ from torch.nn import functional
 
 import stepscope
 from accelerated_models import (
-    HIDDEN,
-    VOCAB,
     WIDTH,
     Block,
     Norm,
+    OwnEmbedding,
+    OwnGated,
+    OwnLinear,
+    OwnModel,
     assert_same_training,
     losses,
     sgd,
 )
 from stepscope.acceleration.replacement import is_linear
 from stepscope.acceleration.report import FP8
-
-
-class OwnLinear(nn.Module):
-    """A linear layer as the CS336 assignments ask for."""
-
-    def __init__(self, inputs: int = WIDTH, outputs: int = WIDTH) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("...i,oi->...o", x, self.weight)
 
 
 class WithBias(OwnLinear):
@@ -49,18 +40,6 @@ class AddsItsBias(WithBias):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight.T + self.bias
-
-
-class OwnGated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w3 = OwnLinear(WIDTH, HIDDEN), OwnLinear(WIDTH, HIDDEN)
-        self.w2 = OwnLinear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.w1(x)
-        out: Tensor = self.w2(gate * torch.sigmoid(gate) * self.w3(x))
-        return out
 
 
 def test_linear_layers_of_a_class_of_their_own() -> None:
@@ -106,39 +85,13 @@ def test_modules_that_are_not_quite_linear_are_left(kind: type[nn.Module]) -> No
     assert "linear" not in report.replaced
 
 
-class OwnEmbedding(nn.Module):
-    def __init__(self, rows: int = VOCAB, width: int = WIDTH) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(rows, width))
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        return self.weight[token_ids]
-
-
 class Reversed(OwnEmbedding):
     def forward(self, token_ids: Tensor) -> Tensor:
         return self.weight.flip(0)[token_ids]
 
 
-class OwnModel(nn.Module):
-    """A language model whose every layer is of its own class."""
-
-    def __init__(self, table: Callable[[], nn.Module] = OwnEmbedding) -> None:
-        super().__init__()
-        self.embed, self.head = table(), OwnLinear(WIDTH, VOCAB)
-        self.blocks = nn.ModuleList(Block(Norm, OwnGated) for _ in range(2))
-        self.norm = Norm()
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
 @pytest.mark.parametrize("table", [OwnEmbedding, Reversed])
-def test_a_model_of_own_classes(table: Callable[[], nn.Module]) -> None:
+def test_a_model_of_own_classes(table: Callable[[int, int], nn.Module]) -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(0)
