@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import stepscope
 from accelerated_models import WIDTH, Gated, Model, Norm, Plain, assert_same_training, batch
@@ -213,6 +214,23 @@ def test_blocks_that_compute_something_else_are_left(block: Callable[[], nn.Modu
 
 def test_a_block_that_passes_on_a_tensor_of_its_own_is_left() -> None:
     assert PIECE not in assert_same_training(WithBuffer).replaced
+
+
+class Checkpointed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self._added(x)
+
+    def _added(self, x: Tensor) -> Tensor:
+        branch: Tensor = checkpoint(self._branch, x, use_reentrant=False)  # type: ignore[no-untyped-call]
+        x = x + branch
+        return x + self.ffn(self.n2(x))  # type: ignore[no-any-return]
+
+    def _branch(self, x: Tensor) -> Tensor:
+        return self.drop(self.mix(self.n1(x)))  # type: ignore[no-any-return]
+
+
+def test_a_block_that_recomputes_activations_is_left() -> None:
+    assert PIECE not in assert_same_training(Checkpointed).replaced
 
 
 def test_hooks_leave_a_block() -> None:

@@ -107,7 +107,7 @@ def layout_of(module: nn.Module, norms: Collection[str]) -> Layout | None:
     others = [name for name in children if name not in norms]
     if not norms or not others or any(True for _ in module.parameters(recurse=False)):
         return None
-    if "forward" in vars(module):
+    if "forward" in vars(module) or _checkpoints(type(module), "forward"):
         return None
     arguments = _arguments(type(module).forward)
     if arguments is None:
@@ -131,6 +131,18 @@ def layout_of(module: nn.Module, norms: Collection[str]) -> Layout | None:
         if branches is not None and {one.name for one in calls} == set(children):
             return Layout(branches, flags)
     return None
+
+
+def _checkpoints(kind: type, name: str, seen: frozenset[str] = frozenset()) -> bool:
+    """Return whether a method, or one that it calls, may recompute activations: with the parts
+    called one by one, they would be saved."""
+    method = getattr(kind, name, None)
+    code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+    if code is None or name in seen:
+        return False
+    return any(
+        "checkpoint" in one or _checkpoints(kind, one, seen | {name}) for one in code.co_names
+    )
 
 
 def _arguments(forward: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
