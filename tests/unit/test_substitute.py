@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from stepscope.acceleration.attention.einsum import as_matmul
 from stepscope.acceleration.attention.graph import substitute
 from stepscope.acceleration.attention.substitute import DeferredMatmul, fused_attention
 
@@ -58,6 +59,20 @@ def bias(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.softmax((q @ k.mT + slope.expand(LENGTH, -1)), dim=-1) @ v
 
 
+def einsum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = torch.einsum("...qd, ...kd -> ...qk", q, k) * WIDTH**-0.5
+    weights = torch.softmax(scores.masked_fill(later(), float("-inf")), dim=-1)
+    return torch.einsum("...qk,...kd->...qd", weights, v)
+
+
+def einsum_by_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """With the heads behind the tokens, as in (batch, length, heads, width)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k).masked_fill(later(), float("-inf"))
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).transpose(1, 2)
+
+
+EINSUMS: tuple[Attention, ...] = (einsum, einsum_by_token)
 VARIANTS: tuple[Attention, ...] = (operators, methods, added_mask, where, no_mask, window, bias)
 
 
@@ -72,7 +87,7 @@ def outcome(attention: Attention, tensors: list[torch.Tensor]) -> list[torch.Ten
     return [out, *torch.autograd.grad(out.square().sum(), tensors)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.__name__)
+@pytest.mark.parametrize("variant", VARIANTS + EINSUMS, ids=lambda variant: variant.__name__)
 def test_every_variant_gives_the_same_result(variant: Attention) -> None:
     tensors = inputs()
     plain = outcome(variant, tensors)
@@ -382,3 +397,37 @@ def test_a_graph_is_changed_only_where_it_is_equivalent(variant: Attention, foun
     count, changed = traced(variant, tensors)
     assert count == found
     torch.testing.assert_close(changed, variant(*tensors))
+
+
+@pytest.mark.parametrize(
+    ("equation", "left", "right"),
+    [
+        ("bqd,bkd->bqk", (2, 3, 4), (2, 5, 4)),
+        ("bqd,bdk->bqk", (2, 3, 4), (2, 4, 5)),
+        ("bdq,bkd->bqk", (2, 4, 3), (2, 5, 4)),
+        ("bqd,bkd->bkq", (2, 3, 4), (2, 5, 4)),
+        ("qbd,kbd->bqk", (3, 2, 4), (5, 2, 4)),
+        ("...qd,...kd->...qk", (2, 2, 3, 4), (2, 2, 5, 4)),
+    ],
+)
+def test_an_einsum_as_a_matmul(
+    equation: str, left: tuple[int, ...], right: tuple[int, ...]
+) -> None:
+    a, b = torch.randn(left), torch.randn(right)
+    found = as_matmul((equation, a, b))
+    assert found is not None
+    operands, order = found
+    out = torch.matmul(*operands)
+    out = out if order is None else out.permute(order)
+    torch.testing.assert_close(out, torch.einsum(equation, a, b))
+
+
+@pytest.mark.parametrize(
+    "equation",
+    [
+        "qd,kd->qk", "bqd,bkd", "bqd,bkd->bq", "bqd,ckd->bcqk", "bqd,bke->bqk", "bqq,bkq->bqk",
+        "bhqd,bkd->bhqk", "d...q,d...k->q...k", "...qd,...kd->...kq",
+    ],
+)  # fmt: skip
+def test_einsums_that_are_no_batched_matmul(equation: str) -> None:
+    assert as_matmul((equation, torch.zeros(2, 2, 2), torch.zeros(2, 2, 2))) is None

@@ -32,6 +32,7 @@ from stepscope.acceleration.attention.context import (
     within_an_autograd_function,
     writes,
 )
+from stepscope.acceleration.attention.einsum import as_matmul
 from stepscope.acceleration.attention.masks import (
     MASKED_BELOW,
     CausalMasks,
@@ -121,8 +122,13 @@ class fused_attention(TorchFunctionMode):  # noqa: N801
         kwargs = keywords or {}
         if self._registered and writes(function, kwargs):
             self._compute_readers_of(tree_leaves((arguments[:1], kwargs)))
-        if function in MATMULS and not kwargs and can_be_deferred(arguments):
-            return DeferredMatmul(arguments[0], arguments[1], self)
+        operands, order = arguments, None
+        if function is torch.einsum:
+            operands, order = as_matmul(arguments) or ((), None)
+        elif function not in MATMULS:
+            operands = ()
+        if not kwargs and order is None and can_be_deferred(operands):
+            return DeferredMatmul(operands[0], operands[1], self)
         return function(*arguments, **kwargs)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -254,6 +260,11 @@ class DeferredMatmul:
     ) -> Any:
         del types
         kwargs = keywords or {}
+        if function is torch.einsum and (found := as_matmul(arguments)) is not None:
+            (left, right), order = found
+            if isinstance(left, DeferredMatmul):
+                out = left._apply(torch.matmul, (right,), kwargs)
+                return out if order is None else out.permute(order)
         if arguments and isinstance(arguments[0], DeferredMatmul):
             return arguments[0]._apply(function, arguments[1:], kwargs)
         second = arguments[1] if len(arguments) > 1 else None
