@@ -72,7 +72,33 @@ def einsum_by_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).transpose(1, 2)
 
 
-EINSUMS: tuple[Attention, ...] = (einsum, einsum_by_token)
+def own_softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
+    rescaled = x - torch.max(x, dim=dim, keepdim=True)[0]
+    exponentiated = torch.exp(rescaled)
+    return exponentiated / torch.sum(exponentiated, dim=dim, keepdim=True)
+
+
+def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """As in the CS336 assignments."""
+    scores = torch.einsum("...qd,...kd->...qk", q, k) / math.sqrt(WIDTH)
+    scores = torch.where(~later(), scores, float("-inf"))
+    return torch.einsum("...qk,...kd->...qd", own_softmax(scores, -1), v)
+
+
+def by_methods(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = q @ k.mT
+    largest, _ = scores.max(-1, keepdim=True)
+    weights = (scores - largest.detach()).exp()
+    return (weights / weights.sum(-1, keepdim=True)) @ v
+
+
+def by_amax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = (q @ k.mT).masked_fill(later(), -1e9)
+    weights = torch.exp(scores - scores.amax(dim=3, keepdim=True))
+    return torch.div(weights, weights.sum(dim=-1, keepdim=True)) @ v
+
+
+EINSUMS: tuple[Attention, ...] = (einsum, einsum_by_token, written_out, by_methods, by_amax)
 VARIANTS: tuple[Attention, ...] = (operators, methods, added_mask, where, no_mask, window, bias)
 
 
@@ -431,3 +457,71 @@ def test_an_einsum_as_a_matmul(
 )  # fmt: skip
 def test_einsums_that_are_no_batched_matmul(equation: str) -> None:
     assert as_matmul((equation, torch.zeros(2, 2, 2), torch.zeros(2, 2, 2))) is None
+
+
+def maximum_before_the_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The largest value is that of the scores before they are written."""
+    scores = q @ k.mT
+    largest = scores.amax(-1, keepdim=True)
+    scores.masked_fill_(later(), -20.0)
+    weights = torch.exp(scores - largest)
+    return (weights / weights.sum(-1, keepdim=True)) @ v * largest
+
+
+def without_the_sum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = q @ k.mT
+    return torch.exp(scores - scores.amax(-1, keepdim=True)) @ v
+
+
+def other_sum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = q @ k.mT
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    others = torch.exp(2 * scores - (2 * scores).amax(-1, keepdim=True))
+    return (weights / others.sum(-1, keepdim=True)) @ v
+
+
+def sum_of_columns(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = q @ k.mT
+    weights = torch.exp(scores - scores.max(dim=-1, keepdim=True).values)
+    return (weights / weights.sum(-2, keepdim=True)) @ v
+
+
+def positions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = q @ k.mT
+    found = scores.max(-1, keepdim=True)
+    return torch.softmax(scores, -1) @ v + found.indices + found.values.mean()
+
+
+def divided_in_place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = q @ k.mT
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    weights /= weights.sum(-1, keepdim=True)
+    return weights @ v
+
+
+@pytest.mark.parametrize(
+    ("variant", "substituted"),
+    [(without_the_sum, 0), (other_sum, 0), (sum_of_columns, 0), (positions, 1)],
+)
+def test_rows_that_are_used_otherwise(variant: Attention, substituted: int) -> None:
+    tensors = inputs()
+
+    def tensor(*given: torch.Tensor) -> torch.Tensor:
+        return variant(*given).clone()
+
+    plain = outcome(tensor, tensors)
+    with fused_attention() as within:
+        changed = outcome(tensor, tensors)
+    assert within.substituted == substituted
+    for one, other in zip(plain, changed, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("variant", [maximum_before_the_mask, divided_in_place])
+def test_rows_of_scores_that_are_written_in_place(variant: Attention) -> None:
+    with torch.no_grad():
+        plain = variant(*inputs())
+        with fused_attention() as within:
+            changed = variant(*inputs()).clone()
+    assert within.substituted == 0
+    torch.testing.assert_close(plain, changed)

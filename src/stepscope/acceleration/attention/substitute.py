@@ -17,20 +17,25 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from stepscope.acceleration.attention.context import (
     AutogradState,
     share_memory,
     within_an_autograd_function,
     writes,
+)
+from stepscope.acceleration.attention.deferred import (
+    Deferred,
+    Function,
+    RowReduction,
+    materialized,
 )
 from stepscope.acceleration.attention.einsum import as_matmul
 from stepscope.acceleration.attention.masks import (
@@ -41,8 +46,6 @@ from stepscope.acceleration.attention.masks import (
     masks_like_naive,
 )
 from stepscope.attention.inputs import matmul_dtype
-
-Function = Callable[..., Any]
 
 _TENSOR = torch.Tensor
 MATMULS: set[Any] = {
@@ -95,6 +98,8 @@ _PLUS: set[Any] = {
     _TENSOR.__radd__,
     _TENSOR.__iadd__,
 }
+_MINUS: set[Any] = {operator.sub, torch.sub, _TENSOR.sub, _TENSOR.__sub__}
+_EXP: set[Any] = {torch.exp, _TENSOR.exp}
 _COMMUTATIVE = (_TIMES | _PLUS) - IN_PLACE
 _FILLED = {torch.masked_fill, torch.Tensor.masked_fill, torch.Tensor.masked_fill_}
 _SOFTMAX = {torch.softmax, torch.Tensor.softmax, functional.softmax}
@@ -171,19 +176,21 @@ def can_be_deferred(operands: tuple[Any, ...]) -> bool:
     )
 
 
-class DeferredMatmul:
+class DeferredMatmul(Deferred):
     """A deferred matmul of queries and keys, and the operations recorded on it since."""
 
     def __init__(self, queries: torch.Tensor, keys: torch.Tensor, within: fused_attention) -> None:
         self._queries, self._keys = queries, keys
         self._within = within
-        self._state = AutogradState.now(queries)
+        self.state = AutogradState.now(queries)
         self._versions = [(one, one._version) for one in (queries, keys)]
         self.scale = 1.0
         self.masked: list[Filled] = []
         """Masks of scores that were filled with large negative values, and these values."""
         self.added: list[torch.Tensor] = []
         self._has_softmax = False
+        self._is_shifted = self._is_exponential = False
+        """Steps of a softmax that is written out: less the largest value of the row, and exp."""
         self.dropout = 0.0
         self._operations: list[tuple[Function, tuple[Any, ...], dict[str, Any]]] = []
         self._value: torch.Tensor | None = None
@@ -197,10 +204,10 @@ class DeferredMatmul:
     def dtype(self) -> torch.dtype:
         if self._value is not None:
             return self._value.dtype
-        with torch._C.DisableTorchFunction(), self._state.restored(self._queries):
+        with torch._C.DisableTorchFunction(), self.state.restored(self._queries):
             one = self._queries.new_empty((0,) * self.dim(), dtype=matmul_dtype(self._queries))
             for function, arguments, keywords in self._operations:
-                if function in _SOFTMAX | _CAST:
+                if function in _SOFTMAX | _CAST | _EXP:
                     one = function(one, *arguments, **keywords)
                 elif function in _PLUS - IN_PLACE:
                     one = one.to(torch.promote_types(one.dtype, arguments[0].dtype))
@@ -231,10 +238,10 @@ class DeferredMatmul:
         if self._value is None:
             self._check_gradients()
             self._check_versions()
-            with torch._C.DisableTorchFunction(), self._state.restored(self._queries):
+            with torch._C.DisableTorchFunction(), self.state.restored(self._queries):
                 value = torch.matmul(self._queries, self._keys)
                 for function, arguments, keywords in self._operations:
-                    value = function(value, *arguments, **keywords)
+                    value = function(value, *materialized(arguments), **keywords)
             self._value = value
         return self._value
 
@@ -246,7 +253,7 @@ class DeferredMatmul:
             )
 
     def _check_gradients(self) -> None:
-        learns = self._state.gradients and any(one.requires_grad for one in self.read)
+        learns = self.state.gradients and any(one.requires_grad for one in self.read)
         if learns and not torch.is_grad_enabled() and within_an_autograd_function():
             raise RuntimeError("a deferred matmul was passed to a custom autograd Function")
 
@@ -277,18 +284,18 @@ class DeferredMatmul:
                 if isinstance(condition, torch.Tensor) and condition.dtype == torch.bool:
                     result = second._deferred_with(torch.masked_fill, (~condition, other), kwargs)
         return (
-            function(*_materialize_all(arguments), **_materialize_all(kwargs))
-            if result is None
-            else result
+            function(*materialized(arguments), **materialized(kwargs)) if result is None else result
         )
 
     def _apply(
         self, function: Function, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        arguments, keywords = _materialize_all(arguments), _materialize_all(keywords)
-        deferred = self._deferred_with(function, arguments, keywords)
+        deferred = self._deferred_with(
+            function, materialized(arguments, rows=False), materialized(keywords, rows=False)
+        )
         if deferred is not None:
             return deferred
+        arguments, keywords = materialized(arguments), materialized(keywords)
         # A matmul of scores or probabilities is not deferred again.
         plain = torch._C.DisableTorchFunction() if function in MATMULS else nullcontext()
         with plain:
@@ -303,11 +310,16 @@ class DeferredMatmul:
             return None
         # Without this the mode would intercept every access to a tensor attribute below.
         with torch._C.DisableTorchFunction():
-            if AutogradState.now(self._queries) != self._state:
+            if AutogradState.now(self._queries) != self.state:
                 return None
             if function in MATMULS:
                 takes = len(arguments) == 1 and not keywords and self.takes(arguments[0])
                 return self._with_values(arguments[0]) if takes else None
+            if not self._has_softmax and self._is_exponential == (function in RowReduction.SUM):
+                # Of a copy: the scores may be written in place later.
+                reduced = RowReduction.over_rows(self._copy(), function, arguments, keywords)
+                if reduced is not None:
+                    return reduced
             return self._recorded(function, arguments, keywords)
 
     def _recorded(
@@ -324,6 +336,15 @@ class DeferredMatmul:
                 after.dropout = float(given.get("p", 0.5)) if given.get("training", True) else 0.0
             elif function not in _CAST:
                 return None
+        elif self._is_shifted:
+            if self._is_exponential and function in _OVER - IN_PLACE and self._is_sum(first):
+                after._has_softmax = True
+            elif not self._is_exponential and function in _EXP:
+                after._is_exponential = True
+            else:
+                return None
+        elif function in _MINUS and self._is_maximum(first) and len(arguments) == 1:
+            after._is_shifted = True
         elif function in _SOFTMAX:
             given = dict(zip(("dim",), arguments, strict=False)) | keywords
             if given.get("dim") not in (-1, self.dim() - 1) or len(arguments) > 1:
@@ -345,6 +366,18 @@ class DeferredMatmul:
             return None
         after._operations.append((function, arguments, keywords))
         return after
+
+    def _is_maximum(self, rows: Any) -> bool:
+        """Return whether these are the largest values of this one's rows."""
+        return isinstance(rows, RowReduction) and rows.is_max and self._equals(rows.of)
+
+    def _is_sum(self, rows: Any) -> bool:
+        return isinstance(rows, RowReduction) and rows.is_sum and self._equals(rows.of)
+
+    def _equals(self, other: DeferredMatmul) -> bool:
+        """Return whether another one has the same operands and operations."""
+        same = self._queries is other._queries and self._keys is other._keys
+        return same and [*map(id, self._operations)] == [*map(id, other._operations)]
 
     def _fills(self, arguments: tuple[Any, ...]) -> bool:
         if len(arguments) != 2:
@@ -399,51 +432,3 @@ class DeferredMatmul:
             is_causal=causal,
             scale=self.scale,
         )
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(torch.Tensor, name)
-        if callable(method):
-            return lambda *arguments, **keywords: self._apply(method, arguments, keywords)
-        return getattr(self.materialize(), name)
-
-
-_NOT_FORWARDED = {
-    "__class__",
-    "__delattr__",
-    "__dir__",
-    "__getattribute__",
-    "__getstate__",
-    "__hash__",
-    "__init__",
-    "__init_subclass__",
-    "__new__",
-    "__setattr__",
-    "__setstate__",
-    "__sizeof__",
-    "__subclasshook__",
-    "__torch_dispatch__",
-    "__torch_function__",
-}
-"""Special methods that are not forwarded to the tensor."""
-
-
-def _forwarded(method: Function) -> Function:
-    def call(self: DeferredMatmul, *arguments: Any, **keywords: Any) -> Any:
-        return self._apply(method, arguments, keywords)
-
-    return call
-
-
-# Python looks special methods up in the class, never through __getattr__.
-for _name in set(dir(torch.Tensor)) - _NOT_FORWARDED:
-    if _name.startswith("__") and callable(getattr(torch.Tensor, _name)):
-        setattr(DeferredMatmul, _name, _forwarded(getattr(torch.Tensor, _name)))
-
-
-def _materialize_all(values: Any) -> Any:
-    within = values.values() if isinstance(values, dict) else values
-    if not any(isinstance(one, DeferredMatmul | tuple | list | dict) for one in within):
-        return values
-    return tree_map(
-        lambda one: one.materialize() if isinstance(one, DeferredMatmul) else one, values
-    )
