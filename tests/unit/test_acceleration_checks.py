@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepscope.acceleration.checks import difference
+from stepscope.acceleration.checks import Alike, difference
 
 
 class Scaled(nn.Module):
@@ -61,6 +61,45 @@ def test_a_reference_decides_about_larger_differences() -> None:
 def test_a_tolerance_is_accepted_without_a_reference() -> None:
     assert found(torch.bfloat16, 1.05, tolerance=0.1) == ("", [torch.bfloat16])
     assert "the outputs differ" in found(torch.bfloat16, 1.3, tolerance=0.1)[0]
+
+
+def test_the_error_of_a_layer_is_assumed_for_others_of_its_kind() -> None:
+    alike = Alike()
+    both = [torch.bfloat16, torch.float32]
+    assert found(torch.bfloat16, 1 + 9e-3, alike=alike) == ("", both)
+    # The reference showed an error of about 0.2 %.
+    assert found(torch.bfloat16, 1 + 9e-3, alike=alike) == ("", [torch.bfloat16])
+    why, dtypes = found(torch.bfloat16, 1.05, alike=alike)
+    assert "relative error 0.05" in why
+    assert dtypes == both
+    # Another dtype is another kind.
+    assert "relative error" in found(torch.float32, 1 + 1e-3, alike=alike)[0]
+
+
+class Shifted(nn.Module):
+    """Adds a bias that changes nothing: its gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(x + self.bias, -1)
+
+
+def test_the_error_of_a_gradient_of_rounding_is_not_assumed() -> None:
+    module, alike = Shifted(), Alike()
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def replaced(x: Tensor) -> Tensor:
+        return (torch.softmax((x + module.bias).float(), -1) * 1.009).bfloat16()
+
+    assert (
+        difference(module, module.forward, replaced, (x.requires_grad_(),), {}, alike=alike) == ""
+    )
+    (errors,) = alike.errors.values()
+    assert errors[-1] == 0
+    assert all(0 < error < 0.05 for error in errors[:-1])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepscope.acceleration.checks import Alike
 from stepscope.acceleration.own_classes import embeddings
 from stepscope.acceleration.patches import Patch, bind_forward, restore_forward
 from stepscope.acceleration.pieces import (
@@ -138,9 +139,10 @@ def accelerate(
         switch(True)
         report.notes.append("fused layers       all")
         report.on_undo(lambda: switch(False))
+    alike = Alike()
     for replacement in _find(inner, copies, report, patterns) if switch is None else ():
         checked = replacement.piece in _NOT_COMPARED
-        report.add(Patch(replacement, checked, report.reject, copies))
+        report.add(Patch(replacement, checked, report.reject, copies, alike))
     if switch is None:
         attended = [left.name for left in report.left if left.piece == attention.PIECE]
         known = report.replaced.get(attention.PIECE, []) + attended

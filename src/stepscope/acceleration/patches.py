@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepscope.acceleration.checks import difference
+from stepscope.acceleration.checks import Alike, compile_replacement, difference
 from stepscope.acceleration.replacement import Replacement, has_hooks
 from stepscope.errors import UsageError
 from stepscope.kernels.weight_copies import WeightCopies
+from stepscope.torch_tools.kernel_compilation import compiles_only
 
 FP8_TOLERANCE = 0.2
 """Relative error of outputs and gradients of a part with FP8 layers: that of one layer is about 4 %
@@ -36,9 +37,11 @@ class Patch:
         checked: bool,
         on_difference: Callable[[Patch, str], None],
         copies: WeightCopies | None = None,
+        alike: Alike | None = None,
     ) -> None:
         self.replacement = replacement
         self._copies = copies
+        self._alike = alike or Alike()
         self._checked_modes = {True, False} if checked else set()
         self._on_difference = on_difference
         self._declined, self._is_used = "", False
@@ -72,6 +75,9 @@ class Patch:
             self._declined = self._declined or reason
             return (self._observed if self._in_tuple else self._original)(*args, **kwargs)
         self._is_used = True
+        if compiles_only():
+            self._alike.compiled.add(type(module))
+            return self._replaced(*args, **kwargs)
         if module.training not in self._checked_modes:
             if self._copies is not None and self._copies.suspends_fp8:
                 # A module that contains this one is compared. This one is once FP8 is back.
@@ -115,13 +121,22 @@ class Patch:
         module, unused = self.replacement.module, self.replacement.unused
         inputs = (module, self._observed, self._replaced, args, kwargs)
         if self._copies is None or self._copies.fp8 is None:
-            return difference(*inputs, unused=unused)
+            self._compile(args, kwargs)
+            return difference(*inputs, unused=unused, alike=self._alike)
         with self._copies.without_fp8():
-            why = difference(*inputs, unused=unused)
+            self._compile(args, kwargs)
+            why = difference(*inputs, unused=unused, alike=self._alike)
         if why:
             return why
-        why = difference(*inputs, FP8_TOLERANCE, unused)
+        why = difference(*inputs, FP8_TOLERANCE, unused, self._alike)
         return f"in FP8 {why}" if why else ""
+
+    def _compile(self, args: Any, kwargs: Any) -> None:
+        """Compile the kernels of the first module of its class, and of those within it."""
+        module = self.replacement.module
+        if type(module) not in self._alike.compiled:
+            self._alike.compiled.add(type(module))
+            compile_replacement(module, self._replaced, args, kwargs)
 
 
 def _flags(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[object]:

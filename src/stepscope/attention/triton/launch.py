@@ -31,6 +31,7 @@ from stepscope.attention.triton.forward import forward_kernel
 from stepscope.attention.triton.memory import split_kernel
 from stepscope.attention.triton.replay import Launch, Prepared, starter
 from stepscope.attention.triton.specialized import PreparedForward, first_launch, refuses
+from stepscope.torch_tools.kernel_compilation import NotLaunchedError, compiles_only
 from stepscope.torch_tools.triton_available import is_interpreted, on_its_device, tf32_is_enabled
 
 INTERPRETED = is_interpreted()
@@ -330,7 +331,7 @@ def _planes(x: Tensor) -> Tensor:
     start = _SPLITTERS.get(key)
     if start is None:
         compiled = split_kernel[(programs,)](*arguments)
-        if not INTERPRETED:
+        if not INTERPRETED and not compiles_only():
             if len(_SPLITTERS) >= _MAX_CACHED:
                 _SPLITTERS.clear()
             _SPLITTERS[key] = starter(compiled)
@@ -384,7 +385,10 @@ def run_pass(
     key = (kind, _forced.get(kind) if _forced else None)
     prepared = launches.get(key)
     if prepared is None or INTERPRETED:
-        prepared = _fitting_launch(kind, problem, key[1], read, rest, strided, scale, rules)
+        try:
+            prepared = _fitting_launch(kind, problem, key[1], read, rest, strided, scale, rules)
+        except NotLaunchedError:
+            return
         launches[key] = prepared
     else:
         prepared.run(read, rest, scale)
@@ -521,6 +525,8 @@ def _first_launch(
     else:
         sources = [*bits, *(bits if second else [None] * len(bits))]
     compiled = kernel.function[(programs,)](*sources, *rest, scale, *fixed, **layout)
+    if compiles_only():
+        raise NotLaunchedError
     parts, absent = (2, 0) if second else (1, len(read))
     launch = Launch(kind, tile, compiled)
     return Prepared(launch, programs, fixed, tma, parts=parts, absent=absent)

@@ -23,6 +23,7 @@ from stepscope.attention.specialized import (
 )
 from stepscope.attention.tiles import Tile
 from stepscope.attention.triton.replay import Launch, Prepared
+from stepscope.torch_tools.kernel_compilation import NotLaunchedError, compiles_only
 
 _ORDERS: dict[tuple[torch.device, Sizes, Variant], Tensor] = {}
 """Tile orders on the GPU, a few kilobytes each. Never cleared: a captured graph reads them."""
@@ -133,6 +134,8 @@ def first_launch(
     except (CompilationError, OutOfResources) as error:
         _failures.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
         return None
+    if compiles_only():
+        raise NotLaunchedError
     tile = Tile(variant.rows, variant.n, 4 * variant.groups + 1, variant.stages)
     return PreparedForward(
         Prepared(Launch("forward", tile, compiled), programs, fixed, tma=True), order

@@ -1,0 +1,143 @@
+"""Compilation of kernels without launching them, and what the first launch then compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+import stepscope
+from stepscope.attention import attention
+from stepscope.attention.triton import launch
+from stepscope.attention.triton.backward import key_value_kernel, query_kernel
+from stepscope.attention.triton.forward import forward_kernel
+from stepscope.kernels import rms_norm
+from stepscope.kernels.triton.norm import (
+    norm_backward_kernel,
+    norm_forward_kernel,
+    norm_weight_kernel,
+)
+from stepscope.torch_tools.kernel_compilation import compile_kernels
+
+NORM = (norm_forward_kernel, norm_backward_kernel, norm_weight_kernel)
+ATTENTION = (forward_kernel, query_kernel, key_value_kernel)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the kernels that are compiled, or read from Triton's cache on disk."""
+    names: list[str] = []
+    for kernel in (*NORM, *ATTENTION):
+        kernel.device_caches.clear()
+    monkeypatch.setattr(launch, "_PREPARED", {})
+    monkeypatch.setattr(
+        knobs.runtime, "jit_post_compile_hook", lambda *, fn, **_: names.append(fn.name)
+    )
+    yield names
+    for kernel in (*NORM, *ATTENTION):
+        # What was compiled with the hook stays valid; cleared so that tests do not depend on it.
+        kernel.device_caches.clear()
+
+
+def norm(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    out = rms_norm(x, weight, 1e-5)
+    return (out, *torch.autograd.grad(out.sum(), (x, weight)))
+
+
+def test_a_norm_is_compiled_and_not_launched(compiled: list[str]) -> None:
+    x = torch.randn(64, 512, device="cuda", requires_grad=True)
+    weight = torch.randn(512, device="cuda", requires_grad=True)
+    outputs: list[Tensor] = []
+    compile_kernels(lambda: outputs.extend(norm(x, weight)))
+    assert sorted(compiled) == sorted(kernel.fn.__name__ for kernel in NORM)
+    assert [bool(out.any()) for out in outputs] == [False] * 3
+    expected = torch.nn.functional.rms_norm(x, (512,), weight, 1e-5)
+    exact = (expected, *torch.autograd.grad(expected.sum(), (x, weight)))
+    for _ in range(2):
+        torch.testing.assert_close(norm(x, weight), exact, rtol=1e-4, atol=1e-4)
+    assert len(compiled) == 3
+
+
+def test_attention_is_compiled_and_not_launched(compiled: list[str]) -> None:
+    q, k, v = (
+        torch.randn(1, 4, 320, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+
+    def run(impl: str = "triton") -> tuple[Tensor, ...]:
+        out = attention(q, k, v, is_causal=True, impl=impl)
+        return (out, *torch.autograd.grad(out.float().square().sum(), (q, k, v)))
+
+    outputs: list[Tensor] = []
+    compile_kernels(lambda: outputs.extend(run()))
+    # The forward kernel for Hopper has another name.
+    assert len(compiled) >= 2
+    assert {"query_kernel", "key_value_kernel"} <= set(compiled)
+    before = len(compiled)
+    assert not outputs[0].any()
+    for _ in range(2):
+        torch.testing.assert_close(run(), run("reference"), rtol=3e-2, atol=3e-2)
+    assert len(compiled) == before
+
+
+@triton.jit
+def ones_kernel(out: Any, BLOCK: tl.constexpr) -> None:
+    tl.store(out + tl.arange(0, BLOCK), tl.full((BLOCK,), 1.0, tl.float32))
+
+
+def test_kernels_of_other_packages_are_launched() -> None:
+    out = torch.zeros(128, device="cuda")
+    compile_kernels(lambda: ones_kernel[(1,)](out, BLOCK=128))
+    assert out.all()
+
+
+def test_kernels_are_launched_again_after_an_error(compiled: list[str]) -> None:
+    x = torch.randn(64, 512, device="cuda", requires_grad=True)
+    weight = torch.randn(512, device="cuda", requires_grad=True)
+
+    def fails() -> None:
+        rms_norm(x, weight, 1e-5)
+        raise ValueError
+
+    compile_kernels(fails)
+    assert compiled == ["norm_forward_kernel"]
+    assert norm(x, weight)[0].any()
+
+
+def test_a_block_is_compiled_before_it_is_compared(
+    monkeypatch: pytest.MonkeyPatch, compiled: list[str]
+) -> None:
+    """All kernels of a block are compiled at once: its comparison compiles no further ones."""
+    from stepscope.acceleration import patches
+
+    in_comparison: list[list[str]] = []
+    compare = patches.difference
+
+    def recorded(*args: Any, **options: Any) -> str:
+        before = len(compiled)
+        why = compare(*args, **options)
+        in_comparison.append(compiled[before:])
+        return why
+
+    monkeypatch.setattr(patches, "difference", recorded)
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=512,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).cuda()
+    report = stepscope.accelerate(model)
+    ids = torch.randint(0, 512, (2, 128), device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        model(input_ids=ids, labels=ids)
+    assert not [left for left in report.left if "differ" in left.reason or "raises" in left.reason]
+    assert report.unchecked == 0
+    assert compiled
+    assert in_comparison
+    assert not any(in_comparison)
