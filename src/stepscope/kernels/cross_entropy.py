@@ -14,6 +14,7 @@ device reads it, without synchronizing with the CPU, and skips the multiplicatio
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,7 @@ from stepscope.kernels.loss_chunks import matmul_columns, padded_columns, rows_p
 from stepscope.kernels.matmul import add_matmul, matmul_into, matmul_to_dtype
 from stepscope.kernels.weight_copies import WeightCopies, with_padded_rows
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
+from stepscope.torch_tools.kernel_compilation import compile_kernels
 from stepscope.torch_tools.ranges import named
 
 LossAndGrads = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -37,6 +39,8 @@ _BIAS = 10
 """Position of the bias among the arguments of the autograd Function."""
 _TARGETS = (torch.int64, torch.int32)
 Scale = Callable[[list[Tensor], Tensor], list[Tensor]]
+_compiled: set[tuple[object, ...]] = set()
+"""Kinds of calls with kernels that are compiled."""
 
 
 def linear_cross_entropy(
@@ -94,8 +98,23 @@ def linear_cross_entropy(
             outputs: LossAndGrads = _operator(*arguments)
             return outputs[0]
         narrow = None if copies is None else copies.narrow_padded(weight, compute)
+        kind = (weight.device, weight.shape, weight.dtype, x.dtype, compute, bias is None)
+        if kind not in _compiled:
+            _compiled.add(kind)
+            compile_kernels(partial(_differentiated, *arguments, narrow, bias))
         loss: Tensor = _LinearCrossEntropy.apply(*arguments, narrow, bias)  # type: ignore[no-untyped-call]
         return loss
+
+
+def _differentiated(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of the loss with respect to copies of its inputs."""
+    inputs = [
+        x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for x in arguments
+    ]
+    loss = _LinearCrossEntropy.apply(*inputs)  # type: ignore[no-untyped-call]
+    wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    return torch.autograd.grad(loss, wanted)
 
 
 def _from_logits(

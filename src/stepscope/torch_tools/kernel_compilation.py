@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from stepscope.torch_tools.triton_available import HAS_TRITON, is_interpreted
 
 _MAX_THREADS = 16
-_PACKAGE = __name__.partition(".")[0] + "."
+_NAMESPACE = __name__.partition(".")[0]
+"""Of the modules and of the operators of this package."""
 _EMPTY = (
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
@@ -48,10 +50,12 @@ def compile_kernels(function: Callable[[], object]) -> None:
     """Call a function, forward and backward passes, and compile the kernels of this package that it
     would launch. Their outputs are zeros; what the function returns or raises is discarded.
 
-    Does nothing without a GPU, in the interpreter, and with versions of Triton that compile in one
-    thread only.
+    Does nothing without a GPU, in a capture, in the interpreter, and with versions of Triton that
+    compile in one thread only.
     """
     if not HAS_TRITON or is_interpreted() or not torch.cuda.is_available() or compiles_only():
+        return
+    if torch.cuda.is_current_stream_capturing():
         return
     try:
         from triton.runtime._async_compile import AsyncCompileMode, active_mode
@@ -101,7 +105,7 @@ def _without_launches() -> Iterator[None]:
     run = JITFunction.run
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        if not compiles_only() or not self.fn.__module__.startswith(_PACKAGE):
+        if not compiles_only() or not self.fn.__module__.startswith(f"{_NAMESPACE}."):
             return run(self, *args, grid=grid, warmup=warmup, **kwargs)
         run(self, *args, grid=grid, warmup=True, **kwargs)
         return None
@@ -115,8 +119,13 @@ def _without_launches() -> Iterator[None]:
 
 class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Creates zeros in place of uninitialized tensors: a kernel that is not launched does not write
-    them, and an operator that reads them as indices would fail on the device."""
+    them, and an operator that reads them as indices would fail on the device. Operators of this
+    package create theirs below this mode."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        return out.zero_() if func in _EMPTY and isinstance(out, Tensor) else out
+        if func in _EMPTY or func.namespace == _NAMESPACE:
+            for x in tree_leaves(out):
+                if isinstance(x, Tensor):
+                    x.zero_()
+        return out
