@@ -444,6 +444,14 @@ def records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"row": name, "skipped": str(error)}
 
 
+def _has_compiled_kernels() -> bool:
+    """Return whether Triton's cache on disk has kernels: a first step compiles those it lacks."""
+    from triton import knobs
+
+    folder = Path(knobs.cache.dir)
+    return folder.is_dir() and any(folder.iterdir())
+
+
 def written(args: argparse.Namespace, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the lines; print each when it is measured, and append it to `--out` with what it was
     measured on."""
@@ -451,6 +459,7 @@ def written(args: argparse.Namespace, records: Iterable[dict[str, Any]]) -> list
         "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu",
         "torch": torch.__version__,
         "commit": describe(pick_device(torch.device(args.device).type)).commit,
+        "triton_cache": "filled" if _has_compiled_kernels() else "empty",
         "tiny": args.tiny,
         "seconds": args.seconds,
     }

@@ -19,6 +19,8 @@ PAGE = "docs/accelerate.md"
 BEGIN = "<!-- matrix: made by scripts/acceleration_matrix.py -->"
 SPEEDS = "acceleration_h200.jsonl"
 BEGIN_SPEEDS = "<!-- speeds: benchmarks/acceleration.py -->"
+STARTS = "acceleration-start_h200.jsonl"
+BEGIN_STARTS = "<!-- first steps: benchmarks/acceleration.py -->"
 _MODELS = {
     "hf_llama_1b": "Hugging Face Llama 1B, 4 × 2048",
     "hf_llama_1b_short": "Hugging Face Llama 1B, 1 × 512",
@@ -42,8 +44,12 @@ Line = dict[str, Any]
 
 def with_tables(page: str, results: Path) -> str:
     """Return the page with the lines between the comments regenerated."""
-    lines = [json.loads(line) for line in (results / SPEEDS).read_text().splitlines()]
-    return replaced(with_matrix(page, results), BEGIN_SPEEDS, _speeds(lines))
+    speeds, starts = (
+        [json.loads(line) for line in (results / name).read_text().splitlines()]
+        for name in (SPEEDS, STARTS)
+    )
+    page = replaced(with_matrix(page, results), BEGIN_SPEEDS, _speeds(speeds))
+    return replaced(page, BEGIN_STARTS, _starts(starts))
 
 
 def with_matrix(page: str, results: Path) -> str:
@@ -88,6 +94,32 @@ def _speeds(lines: list[Line]) -> str:
         f" {commits}). The loss is the mean of the last 50 steps, relative to the model as it is.",
     ]
     return "\n\n".join(text)
+
+
+def _starts(lines: list[Line]) -> str:
+    """Return the table of the seconds of first steps."""
+
+    def seconds(row: str, form: str, cache: str) -> str | None:
+        found = [
+            one["first_step_s"]
+            for one in lines
+            if (one["row"], one["form"], one["triton_cache"]) == (row, form, cache)
+        ]
+        return f"{found[-1]:.1f}" if found else None
+
+    rows = [name for name in _MODELS if any(one["row"] == name for one in lines)]
+    columns = [
+        col("model, batch", lambda row: _MODELS[row]),
+        col("as it is", lambda row: seconds(row, _PLAIN, "empty"), unit="s"),
+        col(
+            "torch.compile of blocks, empty caches",
+            lambda row: seconds(row, "compile-blocks", "empty"),
+            unit="s",
+        ),
+        col("Stepscope, empty cache", lambda row: seconds(row, _STEPSCOPE, "empty"), unit="s"),
+        col("Stepscope, later runs", lambda row: seconds(row, _STEPSCOPE, "filled"), unit="s"),
+    ]
+    return f"{markdown(table('starts', '', rows, columns)).strip()}\n\nRecords: `results/{STARTS}`."
 
 
 def _speed(name: str, lines: list[Line]) -> Speed | None:
