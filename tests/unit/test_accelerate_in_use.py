@@ -388,6 +388,10 @@ class OtherAttention(nn.Module):
         super().__init__()
         self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
 
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(q.exp() * (k.exp() * v).cumsum(1))
+
 
 class TunedAttention(nn.MultiheadAttention):
     """Not torch's own class: its forward may be another."""
@@ -410,13 +414,16 @@ def test_parts_that_no_piece_knows_are_listed() -> None:
     parts = [nn.Sequential(OtherAttention()), TunedAttention(8, 2), SparseMoe()]
     model = nn.ModuleList([*parts, Linear8bit()])
     report = stepscope.accelerate(model)
+    x = torch.randn(2, 4, 8, requires_grad=True)
+    parts[0](x)
+    parts[1](x, x, x)
     class_of_torch = "it is a NonDynamicallyQuantizableLinear, not an nn.Linear"
     assert [tuple(left) for left in report.left] == [
         ("linear", "1.out_proj", class_of_torch),
         ("linear", "3", "its weight is quantized"),
-        ("attention", "0.0", "this form of attention is not known"),
-        ("attention", "1", "this form of attention is not known"),
         ("MLP", "2", "a mixture of experts"),
+        ("attention kernel", "0.0", "this form of attention is not known"),
+        ("attention kernel", "1", "this form of attention is not known"),
     ]
     known = decoder()
     assert stepscope.accelerate(known).left == []

@@ -17,6 +17,7 @@ from stepscope.acceleration.own_classes import embeddings
 from stepscope.acceleration.patches import Patch, bind_forward, restore_forward
 from stepscope.acceleration.pieces import (
     attention,
+    attention_kernel,
     attention_masks,
     embedding,
     head_loss,
@@ -37,7 +38,7 @@ from stepscope.acceleration.replacement import (
     rows_of,
 )
 from stepscope.acceleration.report import FP8, Report, excluded
-from stepscope.acceleration.unrecognized import unrecognized
+from stepscope.acceleration.unrecognized import mixtures_of_experts
 from stepscope.errors import UsageError
 from stepscope.kernels.fp8.layers import Fp8Layers
 from stepscope.kernels.fp8.recipe import Recipe, unavailable
@@ -54,7 +55,7 @@ masks change only in a capture."""
 _PIECES = (
     norm.PIECE, norm.LAYER_NORM, residual_block.PIECE, linear.PIECE, attention.PIECE,
     head_loss.PIECE, patch_embedding.PIECE, embedding.PIECE, attention_masks.PIECE,
-    mlp.GATED, mlp.PLAIN_MLP, SDPA,
+    mlp.GATED, mlp.PLAIN_MLP, attention_kernel.PIECE, SDPA,
 )  # fmt: skip
 """Names that `exclude` may have for all modules of a piece."""
 _SHARDED = (
@@ -144,9 +145,7 @@ def accelerate(
         checked = replacement.piece in _NOT_COMPARED
         report.add(Patch(replacement, checked, report.reject, copies, alike))
     if switch is None:
-        attended = [left.name for left in report.left if left.piece == attention.PIECE]
-        known = report.replaced.get(attention.PIECE, []) + attended
-        report.leave(*unrecognized(inner, known))
+        report.leave(*mixtures_of_experts(inner))
     _set_dtype(inner, compute, report)
     if optimizer is not None:
         _fuse(optimizer, copies, report)
@@ -262,6 +261,7 @@ def _find(
 ) -> Iterator[Replacement]:
     """Yield the replacements, larger pieces first: they use the smaller ones within them."""
     claimed: set[nn.Module] = set()
+    attended: list[str] = []
     experts = _mixtures_of_experts(model)
 
     if _is_sharded(model):
@@ -273,7 +273,8 @@ def _find(
         replacements, left = found
         report.leave(*left)
         for one in replacements:
-            if excluded(one.piece, one.name, type(one.module), patterns):
+            kernel = one.piece == attention_kernel.PIECE and attention.PIECE in patterns
+            if kernel or excluded(one.piece, one.name, type(one.module), patterns):
                 report.leave(Left(one.piece, one.name, "excluded"))
             elif one.name.startswith(experts):
                 report.leave(Left(one.piece, one.name, "part of a mixture of experts"))
@@ -296,7 +297,10 @@ def _find(
         for replacement in take(piece.find(model, copies)):
             children = replacement.module.children()
             claimed |= {child for child in children if _is_linear(child)}
+            attended.append(replacement.name)
             yield replacement
+    attended += [left.name for left in report.left if left.piece == attention.PIECE]
+    yield from take(attention_kernel.find(model, attended))
     yield from take(norm.find(model, norms))
     yield from take(embedding.find(model))
     yield from take(patch_embedding.find(model, copies))

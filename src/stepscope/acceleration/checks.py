@@ -52,6 +52,10 @@ class Run(NamedTuple):
         return [*self.outputs, *self.gradients]
 
 
+class NotReplacedError(Exception):
+    """A replacement found nothing to replace in its first call, and says why."""
+
+
 class Alike:
     """What a comparison shows for the other layers of the same kind in a model: those of its class,
     with tensors of the same shapes and dtypes."""
@@ -94,6 +98,8 @@ def difference(
             actual = _run(module, replaced, args, kwargs)
     except torch.OutOfMemoryError:
         raise
+    except NotReplacedError as error:
+        return str(error)
     except Exception as error:
         return f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if actual.structure != expected.structure:

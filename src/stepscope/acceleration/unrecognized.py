@@ -1,5 +1,5 @@
-"""Parts of a model that no piece knows, for the report: attention of another form, mixtures of
-experts, quantized layers. They run as they are."""
+"""Parts of a model that no formula recognizes, by the names of their classes: attention of another
+form, and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _ATTENTION = re.compile("attention|attn|mha", re.IGNORECASE)
 _EXPERTS = re.compile("moe|experts", re.IGNORECASE)
 
 
-def unrecognized(model: nn.Module, known_attention: Iterable[str]) -> list[Left]:
-    """Return what is left. `known_attention` has the names of the attention modules that were
-    replaced, or left for a reason of their own."""
-    left = [
-        Left("attention", name, "this form of attention is not known")
-        for name in _innermost(model, _ATTENTION)
-        if not any(_is_within(name, one) or _is_within(one, name) for one in known_attention)
-    ]
-    left += [Left("MLP", name, "a mixture of experts") for name in _innermost(model, _EXPERTS)]
-    return left
+def unrecognized_attention(model: nn.Module, known: Iterable[str]) -> Iterator[str]:
+    """Yield the names of attention modules, by their classes, without the `known` ones, those
+    within them and those around them."""
+    for name in _innermost(model, _ATTENTION):
+        if not any(_is_within(name, one) or _is_within(one, name) for one in known):
+            yield name
+
+
+def mixtures_of_experts(model: nn.Module) -> list[Left]:
+    return [Left("MLP", name, "a mixture of experts") for name in _innermost(model, _EXPERTS)]
 
 
 def _innermost(model: nn.Module, pattern: re.Pattern[str]) -> Iterator[str]:

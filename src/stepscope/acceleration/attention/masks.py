@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,17 +15,23 @@ from stepscope.attention.inputs import matmul_dtype
 MASKED_BELOW = -1e4
 """A score filled with less than this has probability zero if any score of its row is unmasked."""
 _MAX_INSPECTED = 64
-"""Masks of each shape that are inspected; later ones are assumed to be alike, since an inspection
-synchronizes with the device."""
 
 Filled = tuple[Tensor, float]
 """Mask of the filled scores, and the fill value."""
 
 
+class Masks(Protocol):
+    def causal_together(self, filled: Sequence[Filled], added: Sequence[Tensor]) -> bool:
+        """Return whether these are exactly one causal mask."""
+
+
 class CausalMasks:
     """Detects causal masks: a kernel with a built-in causal mask skips half of the work."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_inspected: int | None = _MAX_INSPECTED) -> None:
+        """`max_inspected` masks of each shape are inspected, or all: later ones are assumed to be
+        alike, since an inspection synchronizes with the device."""
+        self._max_inspected = max_inspected
         self._seen: dict[tuple[Any, ...], tuple[int, bool]] = {}
 
     def causal(self, allowed: Tensor) -> bool:
@@ -38,7 +44,7 @@ class CausalMasks:
         if isinstance(allowed, FakeTensor):
             # The compiler's fake tensors have no values: rely on earlier masks of the shape.
             return inspected > 0 and all_causal
-        if inspected < _MAX_INSPECTED and all_causal:
+        if self._max_inspected is None or (inspected < self._max_inspected and all_causal):
             lower = torch.ones(rows, columns, dtype=torch.bool, device=allowed.device).tril()
             all_causal = bool(torch.equal(allowed.reshape(rows, columns), lower))
             self._seen[key] = inspected + 1, all_causal

@@ -42,6 +42,7 @@ from stepscope.acceleration.attention.masks import (
     MASKED_BELOW,
     CausalMasks,
     Filled,
+    Masks,
     kernel_mask,
     masks_like_naive,
 )
@@ -110,10 +111,15 @@ _CAST = {torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.float}
 class fused_attention(TorchFunctionMode):  # noqa: N801
     """Mode that replaces naive attention by a fused kernel; `substituted` counts replacements."""
 
+    drops = True
+    """Whether attention with dropout is replaced: the kernel draws other random numbers."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.masks = CausalMasks()
+        self.masks: Masks = CausalMasks()
         self.substituted = 0
+        self.drops_weights = False
+        """Whether attention was not replaced because of its dropout."""
         self._registered: list[weakref.ref[DeferredMatmul]] = []
 
     def __torch_function__(
@@ -141,6 +147,12 @@ class fused_attention(TorchFunctionMode):  # noqa: N801
         if kind is None:
             for one in self._deferred():
                 one.materialize()
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """Compute attention; `options` are those of `scaled_dot_product_attention`."""
+        return functional.scaled_dot_product_attention(q, k, v, **options)
 
     def register(self, one: DeferredMatmul) -> None:
         self._registered = [other for other in self._registered if other() is not None]
@@ -414,6 +426,9 @@ class DeferredMatmul(Deferred):
         values."""
         if not self._has_softmax or not can_be_deferred((self._keys, values)):
             return False
+        if self.dropout and not self._within.drops:
+            self._within.drops_weights = True
+            return False
         return masks_like_naive(self.masked, matmul_dtype(self._queries)) or self.is_causal
 
     def _with_values(self, values: torch.Tensor) -> torch.Tensor:
@@ -423,7 +438,7 @@ class DeferredMatmul(Deferred):
         if not causal and (self.masked or self.added):
             mask = kernel_mask(self.masked, self.added, self._queries)
         self._within.substituted += 1
-        return functional.scaled_dot_product_attention(
+        return self._within.attend(
             self._queries,
             self._keys.transpose(-2, -1),
             values,

@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from stepscope.advisor.advise.attention_facts import words_of
 from stepscope.analysis.advice.facts import PhaseWork, PieceShare, PieceWork
-from stepscope.analysis.advice.pieces import ATTENTION, EMBEDDING, MLP, NORM, group_of
+from stepscope.analysis.advice.pieces import (
+    ATTENTION,
+    ATTENTION_KERNEL,
+    EMBEDDING,
+    MLP,
+    NORM,
+    group_of,
+)
 from stepscope.analysis.kernels.names import MEMORY_BOUND
 from stepscope.analysis.trace.summary import Summary, Use
 
@@ -38,16 +45,17 @@ def piece_work(
         PieceWork(
             piece=piece,
             modules=sum(names.values()),
-            shares=_shares(group_of(piece), tuple(names), summary, attention),
+            shares=_shares(piece, tuple(names), summary, attention),
         )
         for piece, names in pieces.items()
     )
 
 
 def _shares(
-    group: str, names: Sequence[str], summary: Summary, attention: Sequence[PhaseWork]
+    piece: str, names: Sequence[str], summary: Summary, attention: Sequence[PhaseWork]
 ) -> tuple[PieceShare, ...]:
-    if not summary.on_device or group not in _KINDS:
+    group = group_of(piece)
+    if not summary.on_device or group not in _KINDS or piece == ATTENTION_KERNEL:
         return ()
     modules = {_words(name) for name in names if name}
     uses = [

@@ -31,6 +31,8 @@ NORM, MLP, LINEAR, ATTENTION, LOSS, EMBEDDING, OPTIMIZER = (
 )
 SDPA = "SDPA"
 """Entry among the recorded pieces: `accelerate` switches the model's attention to SDPA."""
+ATTENTION_KERNEL = "attention kernel"
+"""Entry among the recorded pieces: modules of which only naive attention is replaced."""
 STEP = "step"
 """Setting that runs the loop as a `TrainStep`."""
 GROUPS = (NORM, MLP, LINEAR, ATTENTION, LOSS, EMBEDDING, OPTIMIZER)
@@ -125,8 +127,11 @@ def _with_attention(facts: Facts, group: str) -> Facts | str:
     pieces = _found(facts, group)
     if not pieces:
         return _NOTHING
-    if any(piece.piece == SDPA for piece in pieces) and facts.attention:
+    names = {piece.piece for piece in pieces}
+    if names & {SDPA, ATTENTION_KERNEL} and facts.attention:
         facts = with_fused_attention(facts)
+    elif names == {ATTENTION_KERNEL}:
+        return "no naive attention is traced"
     elif not facts.on_gpu:
         return _ON_CPU
     return _with_fused(_without_casts(facts, pieces), pieces)
@@ -137,7 +142,7 @@ def _weights(pieces: Sequence[PieceWork]) -> int:
     return sum(
         piece.modules * _WEIGHTS.get(group_of(piece.piece), 0)
         for piece in pieces
-        if piece.piece != SDPA
+        if piece.piece not in (SDPA, ATTENTION_KERNEL)
     )
 
 

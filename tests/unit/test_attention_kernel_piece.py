@@ -1,0 +1,286 @@
+"""`accelerate` on attention of a user's own class: the kernel alone is replaced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import stepscope
+from stepscope.acceleration.attention import constants
+from stepscope.acceleration.attention.masks import CausalMasks
+from stepscope.acceleration.pieces.attention_kernel import PIECE
+
+WIDTH, HEADS, LENGTH = 32, 2, 12
+Mask = Callable[["Attention", int], Tensor]
+
+
+def tril(_: Attention, n: int) -> Tensor:
+    return torch.tril(torch.ones(n, n, dtype=torch.bool))
+
+
+def triu_of_floats(_: Attention, n: int) -> Tensor:
+    return ~torch.triu(torch.full((n, n), 1.0), diagonal=1).bool()
+
+
+def by_positions(_: Attention, n: int) -> Tensor:
+    positions = torch.arange(n)
+    return positions[:, None] >= positions[None, :]
+
+
+def of_a_buffer(module: Attention, n: int) -> Tensor:
+    return module.visible[:, :, :n, :n] != 0
+
+
+class Attention(nn.Module):
+    """Rotary positions and naive attention, with a softmax of elementary operations."""
+
+    visible: Tensor
+
+    def __init__(self, mask: Mask = tril, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.mask, self.dropout = mask, dropout
+        visible = torch.ones(1, 1, 2 * LENGTH, 2 * LENGTH).tril()
+        self.register_buffer("visible", visible, persistent=False)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        n, d = x.shape[-2:]
+        angles = torch.outer(torch.arange(n), 100.0 ** (-torch.arange(0, d, 2) / d))
+        even, odd = x[..., 0::2], x[..., 1::2]
+        c, s = angles.cos(), angles.sin()
+        return torch.stack((even * c - odd * s, even * s + odd * c), -1).flatten(-2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        scores = torch.einsum("...qd,...kd->...qk", q, k) / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(~visible, -math.inf)
+        e = torch.exp(scores - scores.max(-1, keepdim=True).values)
+        weights = functional.dropout(e / e.sum(-1, keepdim=True), self.dropout, self.training)
+        return torch.einsum("...qk,...kd->...qd", weights, v)
+
+    def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
+        heads = (p(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k, v = heads
+        visible = self.mask(self, x.shape[1]) if visible is None else visible
+        mixed = self.attend(self.rotated(q), self.rotated(k), v, visible)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class SdpaAttention(Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, dropout_p=self.dropout if self.training else 0.0
+        )
+
+
+class CausalSdpaAttention(Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        del visible
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class GroupedSdpaAttention(Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        del visible
+        k, v = k[:, :1], v[:, :1]
+        return functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=0.3, enable_gqa=True
+        )
+
+
+class LinearAttention(Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        del visible
+        return functional.elu(q) @ (functional.elu(k).transpose(-2, -1) @ v)
+
+
+class Layer(nn.Module):
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        self.attn = attention
+
+    def forward(self, x: Tensor, **more: Any) -> Tensor:
+        return x + self.attn(x, **more)
+
+
+def model_of(attention: Callable[[], Attention] = Attention) -> nn.Module:
+    torch.manual_seed(0)
+    return Layer(attention())
+
+
+def results(model: nn.Module, length: int = LENGTH, **more: Any) -> list[Tensor]:
+    """Return the output and the gradients of one batch."""
+    x = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(1))
+    out = model(x.requires_grad_(), **more)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *model.parameters()])]
+
+
+def assert_same(model: nn.Module, plain: nn.Module, **more: Any) -> None:
+    for actual, expected in zip(results(model, **more), results(plain, **more), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def replaced(report: Any) -> bool:
+    return "attn" in report.replaced.get(PIECE, ())
+
+
+@pytest.fixture
+def inspections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the masks whose values were read."""
+    shapes: list[tuple[int, ...]] = []
+    inspect = CausalMasks.causal
+
+    def recorded(self: CausalMasks, allowed: Tensor) -> bool:
+        shapes.append(tuple(allowed.shape))
+        return inspect(self, allowed)
+
+    monkeypatch.setattr(CausalMasks, "causal", recorded)
+    return shapes
+
+
+@pytest.mark.parametrize("mask", [tril, triu_of_floats, by_positions, of_a_buffer])
+@pytest.mark.parametrize("kind", [Attention, SdpaAttention])
+def test_attention_with_a_mask_of_sizes_or_buffers(
+    kind: type[Attention], mask: Mask, inspections: list[tuple[int, ...]]
+) -> None:
+    model, plain = model_of(lambda: kind(mask)), model_of(lambda: kind(mask))
+    report = stepscope.accelerate(model)
+    for _ in range(3):
+        assert_same(model, plain)
+    assert replaced(report)
+    # Of equal masks the values are read once.
+    assert len(inspections) == 1
+    assert_same(model, plain, length=LENGTH + 3)
+    assert len(inspections) == 2
+
+
+@pytest.mark.parametrize("kind", [CausalSdpaAttention, GroupedSdpaAttention])
+def test_calls_of_sdpa_use_the_fastest_kernel(
+    kind: type[Attention], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stepscope.acceleration.pieces import attention_kernel
+
+    calls: list[dict[str, Any]] = []
+    attend = attention_kernel.attention
+
+    def recorded(*heads: Tensor, **options: Any) -> Tensor:
+        calls.append(options)
+        return attend(*heads, **options)
+
+    monkeypatch.setattr(attention_kernel, "attention", recorded)
+    model, plain = model_of(kind), model_of(kind)
+    report = stepscope.accelerate(model)
+    assert_same(model, plain)
+    assert replaced(report)
+    expected = 0.3 if kind is GroupedSdpaAttention else None
+    assert calls[-1] == {"is_causal": True, "scale": expected}
+
+
+@pytest.mark.parametrize("kind", [Attention, SdpaAttention])
+def test_masks_of_a_batch_are_masks(
+    kind: type[Attention], inspections: list[tuple[int, ...]]
+) -> None:
+    model, plain = model_of(kind), model_of(kind)
+    report = stepscope.accelerate(model)
+    assert_same(model, plain)
+    assert replaced(report)
+    before = len(inspections)
+    for seed in range(3):
+        rows = torch.randint(1, LENGTH, (2, 1, 1, 1), generator=torch.Generator().manual_seed(seed))
+        assert_same(model, plain, visible=torch.arange(LENGTH) < rows)
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    for _ in range(2):
+        # The same memory has the same values, until it is written.
+        assert_same(model, plain, visible=causal)
+    known = len(inspections)
+    assert known > before
+    causal[0, -1] = True
+    assert_same(model, plain, visible=causal)
+    assert len(inspections) == known + 1
+
+
+def test_a_buffer_that_is_changed_in_place() -> None:
+    model, plain = (model_of(lambda: Attention(of_a_buffer)) for _ in range(2))
+    report = stepscope.accelerate(model)
+    assert_same(model, plain)
+    assert replaced(report)
+    for one in (model, plain):
+        one.get_submodule("attn").visible[..., 0, 1] = 1.0  # type: ignore[operator]
+    assert_same(model, plain)
+
+
+def test_a_mask_is_a_constant_until_it_is_written() -> None:
+    known = constants.Constants([])
+
+    def noted(function: Any, *args: Any) -> Tensor:
+        out: Tensor = function(*args)
+        known.note(function, args, {}, out)
+        return out
+
+    mask = noted(torch.tril, noted(torch.ones, 4, 4))
+    again = noted(torch.tril, noted(torch.ones, 4, 4))
+    assert constants.computed_as(mask) == constants.computed_as(again) is not None
+    assert constants.computed_as(mask) != constants.computed_as(noted(torch.tril, mask, -1))
+    mask[0, 1] = 1
+    assert constants.computed_as(mask) is None
+    assert constants.computed_as(noted(torch.triu, mask)) is None
+    assert constants.computed_as(noted(torch.rand, 4, 4)) is None
+    random = torch.rand(4, 4) > 0.5
+    assert constants.computed_as(noted(torch.masked_fill, again, random, 0.0)) is None
+
+
+@pytest.mark.parametrize("kind", [Attention, SdpaAttention])
+def test_in_a_capture_values_of_masks_are_not_read(
+    kind: type[Attention], monkeypatch: pytest.MonkeyPatch, inspections: list[tuple[int, ...]]
+) -> None:
+    model, plain = model_of(kind), model_of(kind)
+    stepscope.accelerate(model)
+    results(model)
+    before = len(inspections)
+    monkeypatch.setattr(constants, "is_capturing", lambda: True)
+    assert_same(model, plain)
+    # Another length: its mask has not been seen.
+    assert_same(model, plain, length=LENGTH + 1)
+    assert len(inspections) == before
+
+
+@pytest.mark.parametrize("kind", [Attention, SdpaAttention])
+def test_dropout_of_the_weights_is_left(kind: type[Attention]) -> None:
+    model = model_of(lambda: kind(dropout=0.1))
+    report = stepscope.accelerate(model)
+    results(model)
+    reasons = [left.reason for left in report.left if left.name == "attn"]
+    assert reasons == ["it drops attention weights"]
+
+
+def test_attention_of_another_form_is_left() -> None:
+    model, plain = model_of(LinearAttention), model_of(LinearAttention)
+    report = stepscope.accelerate(model)
+    assert_same(model, plain)
+    reasons = [left.reason for left in report.left if left.name == "attn"]
+    assert reasons == ["this form of attention is not known"]
+    assert model.get_submodule("attn").forward.__func__ is Attention.forward  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("pattern", ["attention", PIECE, "attn", Attention])
+def test_exclude(pattern: Any) -> None:
+    model = model_of()
+    report = stepscope.accelerate(model, exclude=[pattern])
+    results(model)
+    assert not replaced(report)
+    assert [left.reason for left in report.left if left.piece == PIECE] == ["excluded"]
+
+
+def test_undo() -> None:
+    model, plain = model_of(), model_of()
+    report = stepscope.accelerate(model)
+    results(model)
+    report.undo()
+    assert "forward" not in vars(model.get_submodule("attn"))
+    for actual, expected in zip(results(model), results(plain), strict=True):
+        assert torch.equal(actual, expected)
