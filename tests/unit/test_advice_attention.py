@@ -16,7 +16,7 @@ from stepscope.advisor.advise.facts import facts_of
 from stepscope.analysis.advice.changes import advise
 from stepscope.analysis.advice.facts import Facts, PhaseWork
 from stepscope.analysis.trace.summary import Summary
-from stepscope.records.memory import SAVED, PhasePeak, SavedTensor
+from stepscope.records.memory import PhasePeak, SavedTensor, saved_line
 from stepscope.studies.memory.rows import Account
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own.cases import OwnFlags
@@ -40,7 +40,7 @@ def account(tensors: Sequence[SavedTensor], micro_batches: int = 1) -> Account:
     """Ledger of a step in which one micro-batch's saved tensors are live at the peak."""
     lines: dict[str, int] = {"parameters": 7 * MIB}
     for one in tensors:
-        line = f"{SAVED}attend, {one.operator}"
+        line = saved_line(one.module, one.operator)
         lines[line] = lines.get(line, 0) + one.bytes * one.times // micro_batches
     peak = PhasePeak(phase="forward", allocated=sum(lines.values()), lines=lines, operator="mm")
     return Account(attached(inspected_record(), ledger=[peak], saved=list(tensors)))

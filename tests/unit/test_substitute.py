@@ -12,7 +12,6 @@ import torch
 from torch.nn import functional
 
 from stepscope.acceleration.attention.einsum import as_matmul
-from stepscope.acceleration.attention.graph import substitute
 from stepscope.acceleration.attention.substitute import DeferredMatmul, fused_attention
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 3, 8, 16
@@ -78,7 +77,7 @@ def own_softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
     return exponentiated / torch.sum(exponentiated, dim=dim, keepdim=True)
 
 
-def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def elementary_softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """As in the CS336 assignments."""
     scores = torch.einsum("...qd,...kd->...qk", q, k) / math.sqrt(WIDTH)
     scores = torch.where(~later(), scores, float("-inf"))
@@ -98,8 +97,10 @@ def by_amax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.div(weights, weights.sum(dim=-1, keepdim=True)) @ v
 
 
-EINSUMS: tuple[Attention, ...] = (einsum, einsum_by_token, written_out, by_methods, by_amax)
-VARIANTS: tuple[Attention, ...] = (operators, methods, added_mask, where, no_mask, window, bias)
+VARIANTS: tuple[Attention, ...] = (
+    operators, methods, added_mask, where, no_mask, window, bias,
+    einsum, einsum_by_token, elementary_softmax, by_methods, by_amax,
+)  # fmt: skip
 
 
 def inputs() -> list[torch.Tensor]:
@@ -113,34 +114,13 @@ def outcome(attention: Attention, tensors: list[torch.Tensor]) -> list[torch.Ten
     return [out, *torch.autograd.grad(out.square().sum(), tensors)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS + EINSUMS, ids=lambda variant: variant.__name__)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.__name__)
 def test_every_variant_gives_the_same_result(variant: Attention) -> None:
     tensors = inputs()
     plain = outcome(variant, tensors)
     with fused_attention() as within:
         changed = outcome(variant, tensors)
     assert within.substituted == 1
-    for one, other in zip(plain, changed, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.__name__)
-def test_every_variant_is_detected_in_a_traced_graph(variant: Attention) -> None:
-    tensors = inputs()
-    plain = outcome(variant, tensors)
-    within = fused_attention()
-    with within:
-        # Lets the mode inspect the masks.
-        variant(*tensors)
-    counts = []
-
-    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        counts.append(substitute(module, within))
-        return module.forward
-
-    torch._dynamo.reset()
-    changed = outcome(torch.compile(variant, backend=backend, dynamic=False), tensors)
-    assert counts == [1]
     for one, other in zip(plain, changed, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -376,55 +356,6 @@ def test_a_custom_autograd_function_raises() -> None:
     torch.testing.assert_close(out, torch.softmax(q @ k.mT, -1).detach())
 
 
-def traced(variant: Attention, tensors: list[torch.Tensor]) -> tuple[int, torch.Tensor]:
-    """Return the number of replacements in the graph of a variant, and its output."""
-    counts = []
-
-    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        counts.append(substitute(module, fused_attention()))
-        return module.forward
-
-    torch._dynamo.reset()
-    out = torch.compile(variant, backend=backend, dynamic=False)(*tensors)
-    return sum(counts), out
-
-
-def masked_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    hidden = torch.arange(LENGTH)[:, None].expand(LENGTH, LENGTH) == 2
-    return torch.softmax((q @ k.mT).masked_fill(hidden, torch.finfo(q.dtype).min), -1) @ v
-
-
-def two_masks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    bias = torch.arange(LENGTH, dtype=q.dtype)[None, :].expand(LENGTH, -1)
-    return torch.softmax((q @ k.mT + bias).masked_fill(later(), float("-inf")), -1) @ v
-
-
-def filled_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    hidden = torch.arange(LENGTH)[:, None].expand(LENGTH, LENGTH) == 2
-    return torch.softmax((q @ k.mT).masked_fill(hidden, -1e9), -1) @ v
-
-
-def some_seen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(3)
-    return torch.softmax(torch.where(seen, q @ k.mT, float("-inf")), -1) @ v
-
-
-def overwritten(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    own = q.clone()
-    scores = own @ k.mT
-    own.zero_()
-    return torch.softmax(scores, -1) @ v
-
-
-@pytest.mark.parametrize(("variant", "found"), [(masked_rows, 1), (two_masks, 1), (filled_rows, 0),
-                                             (some_seen, 0), (overwritten, 0)])  # fmt: skip
-def test_a_graph_is_changed_only_where_it_is_equivalent(variant: Attention, found: int) -> None:
-    tensors = [one.detach() for one in inputs()]
-    count, changed = traced(variant, tensors)
-    assert count == found
-    torch.testing.assert_close(changed, variant(*tensors))
-
-
 @pytest.mark.parametrize(
     ("equation", "left", "right"),
     [
@@ -434,6 +365,9 @@ def test_a_graph_is_changed_only_where_it_is_equivalent(variant: Attention, foun
         ("bqd,bkd->bkq", (2, 3, 4), (2, 5, 4)),
         ("qbd,kbd->bqk", (3, 2, 4), (5, 2, 4)),
         ("...qd,...kd->...qk", (2, 2, 3, 4), (2, 2, 5, 4)),
+        ("...qd,...kd->...kq", (2, 2, 3, 4), (2, 2, 5, 4)),
+        ("b...qd,bkd...->bqk...", (2, 3, 3, 4), (2, 5, 4, 3)),
+        ("d...q,d...k->q...k", (4, 2, 3), (4, 2, 5)),
     ],
 )
 def test_an_einsum_as_a_matmul(
@@ -452,11 +386,13 @@ def test_an_einsum_as_a_matmul(
     "equation",
     [
         "qd,kd->qk", "bqd,bkd", "bqd,bkd->bq", "bqd,ckd->bcqk", "bqd,bke->bqk", "bqq,bkq->bqk",
-        "bhqd,bkd->bhqk", "d...q,d...k->q...k", "...qd,...kd->...kq",
+        "bhqd,bkd->bhqk", "...qd,kd->...qk", "...qd,bkd->...qk", "b...qd,b...kd->b...",
     ],
 )  # fmt: skip
 def test_einsums_that_are_no_batched_matmul(equation: str) -> None:
-    assert as_matmul((equation, torch.zeros(2, 2, 2), torch.zeros(2, 2, 2))) is None
+    for left, right in ((3, 3), (4, 3), (4, 4)):
+        given = (equation, torch.zeros([2] * left), torch.zeros([2] * right))
+        assert as_matmul(given) is None
 
 
 def maximum_before_the_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

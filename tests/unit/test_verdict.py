@@ -286,6 +286,44 @@ def test_the_memory_sentence_names_no_change_that_excludes_a_kept_one() -> None:
     assert refuted.memory_change is None
 
 
+SAVING = msgspec.structs.replace(
+    FUSED, gain_bytes=30 << 30, best_after="the change bfloat16", gain_after_ms=0.7
+)
+
+
+@pytest.mark.parametrize(
+    ("trials", "time"),
+    [
+        ([tried(45.0, SAVING)], " (predicted) and gain 100 µs (90.9 to 109 µs), measured."),
+        ([tried(60.0, SAVING)], " (predicted) and cost 200 µs (188 to 212 µs), measured."),
+        ([tried(50.0, SAVING)], " (predicted); no gain in time was measured."),
+        (
+            [tried(60.0, SAVING), tried(20.0, BF16), tried(15.0, BF16, SAVING)],
+            " (predicted) and gain 100 µs (95.0 to 105 µs), measured.",
+        ),
+        # No trial isolates its gain.
+        ([tried(30.0, BF16, SAVING)], ", as predicted."),
+        ([tried(30.0, BF16, SAVING, COMPILE), tried(20.0, BF16)], ", as predicted."),
+    ],
+)
+def test_the_memory_sentence_predicts_no_time_for_a_change_that_was_tried(
+    trials: list[Record], time: str
+) -> None:
+    records = [with_advice(inspected_record(), [BF16, COMPILE, SAVING]), *trials]
+    page = make_page(records)
+    untried = make_page(records[:1])
+    for shown in (html_page, markdown_page, _terminal):
+        text = " ".join(shown(page).split())
+        assert f"{SAVING.title} would lower it by 30.0 GiB{time}" in text
+        before = " ".join(shown(untried).split())
+        assert "lower it by 30.0 GiB (with the change bfloat16 it also gains 700 µs)" in before
+
+
+def _terminal(page: Page) -> str:
+    assert page.verdict is not None
+    return "\n".join(verdict_lines(page.verdict))
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 100])
 @pytest.mark.parametrize("path", ADVISED, ids=lambda path: path.stem)
 def test_nothing_but_code_is_left_out_of_a_narrow_verdict(path: Path, width: int) -> None:

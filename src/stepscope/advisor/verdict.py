@@ -100,7 +100,7 @@ def _verdict(lead: ProgramRecord, trials: Sequence[Tried]) -> Verdict:
     )
     advice = _advice(record, facts)
     best = best_of(trials)
-    tried = {one.code for trial in trials if not trial.cut_off for one in trial.trial.advice}
+    tried = _codes_of(trials)
     untried = [one for one in advice if one.code not in tried]
     together = best.trial.advice if best is not None else _combination(untried, lead)
     reachable = _proven(best, facts) if best is not None else _predicted(facts, together)
@@ -115,7 +115,7 @@ def _verdict(lead: ProgramRecord, trials: Sequence[Tried]) -> Verdict:
         reachable_with=tuple(one.title for one in together),
         reachable_warning=best.loss_warning if best is not None else "",
         peak_bytes=facts.peak_bytes,
-        memory_change=_memory_change(facts, advice, together, trials),
+        memory_change=_memory_change(facts, advice, together, trials, best),
         changes=_changes(facts, untried, together, trials, best),
         uncertain=_uncertain(facts, advice, trials),
         tried=sum(one.realized is not None for one in trials),
@@ -161,7 +161,11 @@ def _advice(record: Record, facts: Facts) -> Sequence[Advice]:
 
 
 def _memory_change(
-    facts: Facts, advice: Sequence[Advice], together: Sequence[Advice], trials: Sequence[Tried]
+    facts: Facts,
+    advice: Sequence[Advice],
+    together: Sequence[Advice],
+    trials: Sequence[Tried],
+    best: Tried | None,
 ) -> MemoryChange | None:
     """The largest predicted reduction of the peak that goes with the combination, if it is worth a
     change."""
@@ -178,7 +182,25 @@ def _memory_change(
     return MemoryChange(
         code=most.code, title=most.title, gain_bytes=most.gain_bytes, gain_ms=most.gain_ms,
         best_after=most.best_after, gain_after_ms=most.gain_after_ms,
+        tried=most.code in _codes_of(trials), measured=_measured(most, best, trials, facts),
     )  # fmt: skip
+
+
+def _codes_of(trials: Sequence[Tried]) -> set[str]:
+    """The changes that were tried, alone or with others."""
+    return {one.code for trial in trials if not trial.cut_off for one in trial.trial.advice}
+
+
+def _measured(
+    advice: Advice, best: Tried | None, trials: Sequence[Tried], facts: Facts
+) -> Estimate | None:
+    """Measured gain of a change: as part of the best combination, or alone."""
+    if best is not None and advice.code in [one.code for one in best.trial.advice]:
+        kept = _kept(advice, best, trials, facts)
+        return kept.gain if kept is not None and kept.verified else None
+    alone = (one for one in trials if one.trial.code == advice.code and one.realized is not None)
+    trial = next(alone, None)
+    return None if trial is None else _verified(advice, trial, facts).gain
 
 
 def _with_range(advice: Advice, facts: Facts) -> Advice:

@@ -120,6 +120,10 @@ class MemoryChange(Data, frozen=True):
     best_after: str = ""
     """Title of the change with which it also gains time."""
     gain_after_ms: float = 0.0
+    tried: bool = False
+    """True if trials included it: then its predicted gains of time are not reported."""
+    measured: Estimate | None = None
+    """Measured gain of time; None if no trial isolates it."""
 
 
 class OnCluster(Data, frozen=True):

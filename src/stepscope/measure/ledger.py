@@ -36,13 +36,13 @@ from stepscope.records.memory import (
     PARAMETERS,
     RECOMPUTED,
     ROUNDING,
-    SAVED,
     TEMPORARIES,
     WEIGHT_COPIES,
     WITHIN_OPERATORS,
     PhasePeak,
     SavedTensor,
     kind_of,
+    saved_line,
 )
 
 _NOT_OF_THE_PROGRAM = tuple(
@@ -235,7 +235,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         if not self._functions and _called_by("/torch/utils/checkpoint.py"):
             module, operator = KEPT_INPUT.split(", ")
         for storage in storages:
-            self.move(storage, f"{SAVED}{_part(module)}, {operator}")
+            self.move(storage, saved_line(module, operator))
         self.saved.append(
             SavedTensor(
                 module=module,
@@ -282,14 +282,6 @@ class FunctionNames(TorchFunctionMode):
 def _known_sizes(tensor: torch.Tensor) -> tuple[int, ...]:
     """The tensor's shape, with -1 for ragged dimensions."""
     return tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
-
-
-def _part(module: str) -> str:
-    """Group the modules of all blocks: `blocks.3.attention.query` becomes `attention`."""
-    root, slash, below = module.rpartition("/")
-    words = below.split(".")
-    part = words[2] if len(words) > 2 and words[1].isdigit() else words[0]
-    return f"{root}{slash}{part}" or "model"
 
 
 def _called_by(file: str) -> bool:

@@ -119,5 +119,14 @@ def kind_of(line: str) -> str:
     return SAVED_KIND if line.startswith(SAVED) else line
 
 
+def saved_line(module: str, operator: str) -> str:
+    """The line of what an operator saves, one for all blocks: `blocks.3.attention.query` counts as
+    `attention`."""
+    root, slash, below = module.rpartition("/")
+    words = below.split(".")
+    part = words[2] if len(words) > 2 and words[1].isdigit() else words[0]
+    return f"{SAVED}{f'{root}{slash}{part}' or 'model'}, {operator}"
+
+
 def saved_bytes(lines: dict[str, int]) -> int:
     return sum(size for line, size in lines.items() if line.startswith(SAVED))

@@ -162,15 +162,30 @@ def _no_change(verdict: Verdict) -> str:
 def _memory_sentence(change: MemoryChange, peak_bytes: int) -> str:
     """The largest reduction of the peak, with what it does to the time."""
     saved = f"{change.title} would lower it by {bytes_(change.gain_bytes)}"
-    if change.gain_ms > 0:
-        time = f" and gain {duration(change.gain_ms)}"
-    elif change.gain_ms < 0:
-        time = f" and cost {duration(-change.gain_ms)}"
-    else:
-        time = " at no cost in time"
+    time = _measured_time(change.measured) if change.tried else _predicted_time(change)
+    return f"Peak memory is {bytes_(peak_bytes)}; {saved}{time}."
+
+
+def _measured_time(gain: Estimate | None) -> str:
+    """The time of a change that was tried; none where no trial isolates the change."""
+    if gain is None:
+        return ", as predicted"
+    if gain.low <= 0 <= gain.high:
+        return " (predicted); no gain in time was measured"
+    if gain.low > 0:
+        return f" (predicted) and gain {_with_range(gain)}, measured"
+    cost = Estimate(value=-gain.value, low=-gain.high, high=-gain.low)
+    return f" (predicted) and cost {_with_range(cost)}, measured"
+
+
+def _predicted_time(change: MemoryChange) -> str:
     if change.best_after:
-        time = f" (with {change.best_after} it also gains {duration(change.gain_after_ms)})"
-    return f"Peak memory is {bytes_(peak_bytes)}; {saved}{time}, as predicted."
+        after = duration(change.gain_after_ms)
+        return f" (with {change.best_after} it also gains {after}), as predicted"
+    if change.gain_ms == 0:
+        return " at no cost in time, as predicted"
+    verb = "gain" if change.gain_ms > 0 else "cost"
+    return f" and {verb} {duration(abs(change.gain_ms))}, as predicted"
 
 
 def _memory_sentences(verdict: Verdict) -> Iterator[str]:

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+import string
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-_ELLIPSIS = "."
+from stepscope.acceleration.attention.deferred import Deferred
+
+Order = list[int] | None
+"""A permutation of dimensions; None: as they are."""
 
 
-def as_matmul(arguments: tuple[Any, ...]) -> tuple[tuple[Any, Any], list[int] | None] | None:
-    """Return the operands of the matmul that an einsum with these arguments computes, and the order
-    of the dimensions in its output (None: that of the matmul); None if it is no such matmul. An
-    operand that is not a tensor has to be in the order of the matmul."""
-    if len(arguments) != 3 or not isinstance(arguments[0], str):
-        return None
-    equation, left, right = arguments
-    inputs, _, out = equation.replace(" ", "").replace("...", _ELLIPSIS).partition("->")
+class MatmulOrders(NamedTuple):
+    """The orders in which the dimensions of both operands are those of a matmul, and the order of
+    the dimensions of the matmul in the output."""
+
+    left: Order
+    right: Order
+    out: Order
+
+
+def matmul_orders(equation: str, left: int, right: int) -> MatmulOrders | None:
+    """Return how an einsum of operands with so many dimensions is a matmul; None if it is not."""
+    inputs, _, out = equation.replace(" ", "").replace("...", ".").partition("->")
     first, _, second = inputs.partition(",")
+    more = left - len(first.replace(".", ""))
+    if more != right - len(second.replace(".", "")) or not 0 <= more <= len(string.digits):
+        return None
+    first, second, out = (
+        labels.replace(".", string.digits[:more]) for labels in (first, second, out)
+    )
     if any(len(set(labels)) != len(labels) for labels in (first, second, out)):
         return None
     batch = [label for label in out if label in first and label in second]
@@ -27,32 +41,39 @@ def as_matmul(arguments: tuple[Any, ...]) -> tuple[tuple[Any, Any], list[int] | 
     summed = [label for label in first if label in second and label not in out]
     if not batch or not len(row) == len(column) == len(summed) == 1:
         return None
-    if any(len(labels) != len(batch) + 2 for labels in (first, second, out)):
+    dimensions = len(batch) + 2
+    if not len(first) == len(second) == len(out) == left == right == dimensions:
         return None
-    operands = (
-        _in_order(left, first, [*batch, *row, *summed]),
-        _in_order(right, second, [*batch, *summed, *column]),
+    return MatmulOrders(
+        _order(first, [*batch, *row, *summed]),
+        _order(second, [*batch, *summed, *column]),
+        _order([*batch, *row, *column], out),
     )
-    order = _order([*batch, *row, *column], out)
-    if any(one is None for one in operands) or (order is not None and _ELLIPSIS in out):
+
+
+def as_matmul(arguments: tuple[Any, ...]) -> tuple[tuple[Any, Any], Order] | None:
+    """Return the operands of the matmul that an einsum with these arguments computes, and the order
+    of its dimensions in the output; None if it is no such matmul. An operand that is not a tensor
+    has to be in the order of the matmul."""
+    if len(arguments) != 3 or not isinstance(arguments[0], str):
         return None
-    return operands, order
+    equation, left, right = arguments
+    if not (isinstance(left, Tensor | Deferred) and isinstance(right, Tensor | Deferred)):
+        return None
+    with torch._C.DisableTorchFunction():
+        orders = matmul_orders(equation, left.dim(), right.dim())
+        if orders is None:
+            return None
+        operands = _permuted(left, orders.left), _permuted(right, orders.right)
+    return None if any(one is None for one in operands) else (operands, orders.out)
 
 
-def _order(labels: list[str], wanted: str) -> list[int] | None:
+def _order(labels: str | list[str], wanted: str | list[str]) -> Order:
     order = [labels.index(label) for label in wanted]
     return None if order == sorted(order) else order
 
 
-def _in_order(operand: Any, labels: str, wanted: list[str]) -> Any:
-    """Return an operand with its dimensions in the wanted order; None if it cannot be permuted."""
-    order = _order([*labels], "".join(wanted))
+def _permuted(operand: Any, order: Order) -> Any:
     if order is None:
         return operand
-    if not isinstance(operand, Tensor):
-        return None
-    with torch._C.DisableTorchFunction():
-        if _ELLIPSIS not in labels:
-            return operand.permute(order)
-        swapped = [*labels[:-2], labels[-1], labels[-2]] == wanted
-        return operand.mT if swapped and labels[0] == _ELLIPSIS else None
+    return operand.permute(order) if isinstance(operand, Tensor) else None

@@ -36,6 +36,9 @@ class CausalMasks:
 
     def causal(self, allowed: Tensor) -> bool:
         """Return whether a mask is causal; `allowed` is True where a query sees a key."""
+        if not all(isinstance(size, int) for size in allowed.shape):
+            # A compiler's symbol stands for any size.
+            return False
         rows, columns = allowed.shape[-2:]
         if rows != columns or rows < 2 or allowed.numel() != rows * columns:
             return False

@@ -5,8 +5,10 @@
 
 Within the context, a batched matmul is deferred. Scaling, masks, softmax and dropout are recorded,
 and when the probabilities are multiplied by the values, `scaled_dot_product_attention` computes all
-of it. Any other use of a deferred matmul computes it immediately as the program wrote it: with the
-autograd and autocast state of the original call, and before anything overwrites its operands.
+of it. The matmuls may be einsums, and the softmax torch's or a softmax computed from elementary
+operations (exp, sum, division). Any other use of a deferred matmul computes it immediately as the
+program wrote it: with the autograd and autocast state of the original call, and before anything
+overwrites its operands.
 
 A deferred matmul is not an instance of `torch.Tensor`, which torch's C++ code would read as one. A
 custom autograd Function could not propagate gradients through it, so passing it to one is an error.
@@ -202,7 +204,8 @@ class DeferredMatmul(Deferred):
         self.added: list[torch.Tensor] = []
         self._has_softmax = False
         self._is_shifted = self._is_exponential = False
-        """Steps of a softmax that is written out: less the largest value of the row, and exp."""
+        """Steps of a softmax computed from elementary operations (exp, sum, division): the scores
+        minus the maximum of their row, and exp of that."""
         self.dropout = 0.0
         self._operations: list[tuple[Function, tuple[Any, ...], dict[str, Any]]] = []
         self._value: torch.Tensor | None = None

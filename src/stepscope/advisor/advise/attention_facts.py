@@ -1,4 +1,8 @@
-"""Naive attention in a record (matmul, softmax, matmul of one module): its time and its scores."""
+"""Naive attention in a record (matmul, softmax, matmul of one module): its time and its scores.
+
+The softmax is one operator, or computed from elementary operations: exp of the scores minus their
+maximum, divided by its sum.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,21 @@ from math import prod
 
 from stepscope.analysis.advice.facts import PhaseWork
 from stepscope.analysis.trace.summary import Summary, Use
-from stepscope.records.memory import SAVED, PhasePeak, SavedTensor
+from stepscope.records.memory import PhasePeak, SavedTensor, saved_line
 from stepscope.studies.memory.rows import Account
 
 _SOFTMAX, _OF_TORCH = "softmax", "attention"
 """Substrings of operator names and kernel classes. PyTorch's attention is one operator, whatever it
 runs inside."""
+_EXP = "exp"
+_ELEMENTARY = (
+    frozenset((_EXP,)),
+    frozenset(("max", "amax", "maxnan")),
+    frozenset(("sum", "reduce_kernel")),
+    frozenset(("div",)),
+)
+"""Operations of an elementary softmax, as operators and as kernels are named: the functor of `amax`
+is `MaxNanFunctor`, and a kernel that sums names none. The difference is an `add` kernel."""
 _BATCHED = frozenset(("bmm", "baddbmm", "addbmm"))
 _WRAPPERS = frozenset(("aten::matmul", "aten::einsum"))
 """Operators that call a batched matmul and take almost no time themselves."""
@@ -56,12 +69,13 @@ def _core(summary: Summary, account: Account | None) -> list[Use]:
     """Uses of every module that computes naive attention. If the softmax is a separate module
     (`nn.Softmax`), the matmuls are in the module that contains it."""
     uses = [use for use in summary.uses if use.module and use.phase in ("forward", "backward")]
-    modules = dict.fromkeys(use.module for use in uses if _is_softmax_use(use))
+    by_module: dict[str, list[Use]] = {}
+    for use in uses:
+        by_module.setdefault(use.module, []).append(use)
     core: list[Use] = []
-    for module in modules:
-        if not _may_be_scores(module, account):
+    for module, own in by_module.items():
+        if not _has_softmax(own) or not _may_be_scores(module, account):
             continue
-        own = [use for use in uses if use.module == module]
         around = module.rpartition("/")[0]
         for part in (own, [*own, *_pointwise_children(uses, around)] if around else []):
             if _is_naive_attention(part, summary.on_device):
@@ -93,6 +107,7 @@ def _is_naive_attention(uses: Sequence[Use], on_device: bool) -> bool:
         return False
     # A CPU trace lists `softmax` and the `_softmax` that it calls.
     softmaxes = max((use.count for use in forward if _is_softmax_use(use)), default=0.0)
+    softmaxes = softmaxes or _elementary_softmaxes(forward)
     matmuls = sum(use.count for use in forward if _is_batched(use, on_device))
     return softmaxes > 0 and matmuls >= 2 * softmaxes
 
@@ -101,6 +116,23 @@ def _is_softmax_use(use: Use) -> bool:
     """Return True for a softmax that is not a loss's log-softmax. GPU kernel names do not
     distinguish the two."""
     return use.kind == _SOFTMAX and "log_softmax" not in use.kernel
+
+
+def _has_softmax(uses: Sequence[Use]) -> bool:
+    forward = [use for use in uses if use.phase == "forward"]
+    return any(map(_is_softmax_use, uses)) or _elementary_softmaxes(forward) > 0
+
+
+def _elementary_softmaxes(forward: Sequence[Use]) -> float:
+    """Number of softmaxes that these elementary operations may compute."""
+    return min(
+        sum(use.count for use in forward if _operation(use) in names) for names in _ELEMENTARY
+    )
+
+
+def _operation(use: Use) -> str:
+    """Operation of an operator (`aten::exp_`) or of a kernel (`elementwise_kernel · exp`)."""
+    return use.kernel.removeprefix("aten::").rpartition(" · ")[2].rstrip("_").lower()
 
 
 def _is_batched(use: Use, on_device: bool) -> bool:
@@ -123,13 +155,16 @@ def _is_math_path(use: Use) -> bool:
 
 def _may_be_scores(module: str, account: Account | None) -> bool:
     """Return False if every softmax saved by the module has fewer than three dimensions: scores
-    have rows and columns for each sample, a router has one row per token."""
-    shapes = [
-        tensor.shape
-        for tensor in (account.saved if account else ())
-        if _is_softmax(tensor) and words_of(tensor.module) == words_of(module)
-    ]
-    return not shapes or any(len(shape) >= 3 for shape in shapes)
+    have rows and columns for each sample, a router has one row per token. Likewise if no
+    exponentials that it saves are those of a softmax."""
+    saved = account.saved if account else ()
+    own = [one for one in saved if words_of(one.module) == words_of(module)]
+    softmaxes = [one for one in own if _is_softmax(one)]
+    if not softmaxes:
+        exponentials = [one for one in own if one.operator == _EXP]
+        softmaxes = [one for one in exponentials if _becomes_probabilities(one, saved)]
+        return not exponentials or any(len(one.shape) >= 3 for one in softmaxes)
+    return any(len(one.shape) >= 3 for one in softmaxes)
 
 
 def words_of(module: str) -> str:
@@ -139,33 +174,29 @@ def words_of(module: str) -> str:
 
 def score_bytes(account: Account) -> int:
     """Bytes of the scores saved for backward at one time. Every micro-batch saves its own, so the
-    lines of a peak show how much is live; the scores' share of an operator's lines is their share
-    of everything it saves."""
-    every, scores = map(_by_operator, (account.saved, _scores(account.saved)))
-    shares = {operator: scores[operator] / every[operator] for operator in scores}
+    lines of a peak show how much is live; the scores' share of a line is their share of everything
+    saved in it."""
+    every, scores = map(_by_line, (account.saved, _scores(account.saved)))
+    shares = {line: scores[line] / every[line] for line in scores}
     return round(max((_live(peak, shares) for peak in account.phases), default=0.0))
 
 
-def _by_operator(saved: Sequence[SavedTensor]) -> Counter[str]:
+def _by_line(saved: Sequence[SavedTensor]) -> Counter[str]:
     sizes: Counter[str] = Counter()
     for tensor in saved:
-        sizes[tensor.operator] += tensor.bytes * tensor.times
+        sizes[saved_line(tensor.module, tensor.operator)] += tensor.bytes * tensor.times
     return sizes
 
 
 def _live(peak: PhasePeak, shares: dict[str, float]) -> float:
-    return sum(
-        size * shares.get(line.rpartition(", ")[2], 0.0)
-        for line, size in peak.lines.items()
-        if line.startswith(SAVED)
-    )
+    return sum(size * shares.get(line, 0.0) for line, size in peak.lines.items())
 
 
 def _scores(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
-    """Saved outputs of a softmax with a row and a column per position, and tensors of the same size
-    next to them: the dropout's output, its mask, a copy for the matmul."""
+    """Saved outputs or exponentials of a softmax with a row and a column per position, and tensors
+    of the same size next to them: the dropout's output, its mask, a copy for the matmul."""
     square = [one for one in saved if _is_square(one)]
-    softmaxes = [one for one in square if _is_softmax(one)]
+    softmaxes = [one for one in square if _is_softmax(one) or _becomes_probabilities(one, saved)]
     locations = {(_around(one, saved), _size(one)) for one in softmaxes}
     return [
         one
@@ -187,6 +218,15 @@ def _is_softmax(tensor: SavedTensor) -> bool:
     return _SOFTMAX in tensor.operator and "log" not in tensor.operator
 
 
+def _becomes_probabilities(tensor: SavedTensor, saved: Sequence[SavedTensor]) -> bool:
+    """Return True for the exponentials of an elementary softmax: a matmul next to them saves the
+    probabilities, a tensor of the same size. That of a loss has no matmul."""
+    if tensor.operator != _EXP:
+        return False
+    part = _around(tensor, saved)
+    return any(_is_matmul(one) and _is_in(one, part, _size(tensor)) for one in saved)
+
+
 def _size(tensor: SavedTensor) -> tuple[int, int]:
     """Size that is the same whether heads and samples share a dimension or not."""
     return prod(tensor.shape), tensor.shape[-1]
@@ -200,14 +240,20 @@ def _is_in(tensor: SavedTensor, part: str, size: tuple[int, int]) -> bool:
 def _around(softmax: SavedTensor, saved: Sequence[SavedTensor]) -> str:
     """Module that contains the scores: if the softmax is a separate module, its parent; empty for
     the entire model."""
-    alone = all(_is_softmax(one) for one in saved if one.module == softmax.module)
+    own = [one for one in saved if one.module == softmax.module]
+    elementary = softmax.operator == _EXP
+    alone = not any(map(_is_matmul, own)) if elementary else all(map(_is_softmax, own))
     return _NAME.sub("", softmax.module) if alone else softmax.module
+
+
+def _is_matmul(tensor: SavedTensor) -> bool:
+    return any(word in tensor.operator for word in _MATMULS)
 
 
 def _is_distinguishable(tensor: SavedTensor, saved: Sequence[SavedTensor]) -> bool:
     """Return True if the tensor is distinguishable from queries, keys and values, which have the
     same shape if the head dimension equals the number of positions."""
-    if not any(word in tensor.operator for word in _MATMULS):
+    if not _is_matmul(tensor):
         return True
     alike = [one for one in saved if (one.module, one.operator) == (tensor.module, tensor.operator)]
     return any(len(one.shape) >= 3 and not _is_square(one) for one in alike)
