@@ -139,6 +139,11 @@ def _nano_gpt() -> nn.Module:
     return import_module("examples.nano_gpt").GPT(2, 64, 4, LENGTH)  # type: ignore[no-any-return]
 
 
+def _own_classes() -> nn.Module:
+    sizes = {"vocab": VOCAB, "context": LENGTH, "width": 64, "layers": 2, "heads": 4, "hidden": 128}
+    return import_module("examples.cs336_lm").LanguageModel(**sizes)  # type: ignore[no-any-return]
+
+
 def _language_model(name: str, options: Mapping[str, Any], kind: str = "ForCausalLM") -> Family:
     return Family("transformers", _hugging_face(name, kind, options), _tokens)
 
@@ -171,6 +176,7 @@ FAMILIES = {
     "timm ViT": Family("timm", _timm("vit_tiny_patch16_224"), _images),
     "timm ViT, rotary": Family("timm", _timm("vit_small_patch16_rope_224"), _images),
     "nanoGPT-like": Family("torch", _nano_gpt, _pairs),
+    "own classes (CS336)": Family("torch", _own_classes, _pairs),
     "nn.Transformer": Family("torch", Seq2Seq, _pairs),
 }
 

@@ -13,6 +13,7 @@ from stepscope.studies.own.building import build, call, loss_of
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = [FOLDER / f"{name}.py" for name in ("nano_gpt", "slow", "vit")]
+OWN_CLASSES = FOLDER / "cs336_lm.py"
 OF_OTHER_LIBRARIES = {
     *("hf_llama", "hf_trainer", "lightning_gpt", "timm_vit"),
     *("callbacks_accelerate", "callbacks_hf", "callbacks_lightning"),
@@ -24,7 +25,8 @@ def output_of(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str
 ) -> str:
     monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.setattr("sys.argv", [str(path), "--steps", "12", "--batch", "2", *flags])
+    size = ("--device", "cpu") if path == OWN_CLASSES else ("--batch", "2")
+    monkeypatch.setattr("sys.argv", [str(path), "--steps", "12", *size, *flags])
     runpy.run_path(str(path), run_name="__main__")
     return capsys.readouterr().out
 
@@ -35,7 +37,8 @@ def losses_in(output: str) -> list[float]:
 
 def test_every_example_is_tested() -> None:
     here = {path.stem for path in FOLDER.glob("*.py")}
-    assert here == {path.stem for path in EXAMPLES} | OF_OTHER_LIBRARIES | {"harness"}
+    others = {OWN_CLASSES.stem, "harness"}
+    assert here == {path.stem for path in EXAMPLES} | OF_OTHER_LIBRARIES | others
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -45,6 +48,20 @@ def test_an_example_runs(
     losses = losses_in(output_of(path, monkeypatch, capsys))
     assert len(losses) == 2
     assert all(0 < loss < 20 for loss in losses)
+
+
+def test_a_model_of_own_classes_trains_as_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    plain, fused = (
+        output_of(OWN_CLASSES, monkeypatch, capsys, *flags) for flags in ((), ("--accelerate",))
+    )
+    # Losses of the first and the last step, in one line.
+    assert plain.splitlines()[0] == fused.splitlines()[0]
+    for piece in ("attention kernel", "gated MLP", "residual block", "RMSNorm", "head and loss"):
+        assert f"  {piece} " in fused
+    assert "accelerated" not in plain
 
 
 def test_an_accelerated_example_trains_as_before(
