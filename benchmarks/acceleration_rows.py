@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +91,14 @@ def timm_vit(tiny: bool) -> nn.Module:
     return timm.create_model(name, **options)  # type: ignore[no-any-return]
 
 
+def cs336(tiny: bool) -> nn.Module:
+    """A model of classes of its own that returns its loss."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+    from cs336_lm import SIZES, LanguageModel
+
+    return LanguageModel(**(SIZES["tiny"] | {"vocab": 64} if tiny else SIZES["real"]))  # type: ignore[no-any-return]
+
+
 def own(size: str) -> Callable[[bool], nn.Module]:
     def build(tiny: bool) -> nn.Module:
         from stepscope.attention.api import attention_with
@@ -141,6 +151,7 @@ ROWS = {
         Row("qwen2_0.5b", "hf", QWEN2, Shape(4, 2048, 151_936)),
         Row("hf_mistral_window", "hf", WINDOWS["Mistral"], Shape(1, 8192, 32_000)),
         Row("hf_gemma2", "hf", WINDOWS["Gemma2"], Shape(1, 4096, 32_000)),
+        Row("cs336_medium", "pairs", cs336, Shape(8, 512, 10_000)),
         Row("timm_vit_b16", "vit", timm_vit, Shape(128, 224, 1000), Shape(2, 32, 1000)),
     )
 }
@@ -168,7 +179,7 @@ class Data:
         if self._family == "vit":
             return self._images(number)
         tokens = self._tokens(number).to(self._device)
-        if self._family == "own":
+        if self._family in ("own", "pairs"):
             return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         tokens = tokens[:, :-1].contiguous()
         return {"input_ids": tokens, "labels": tokens}

@@ -28,6 +28,7 @@ _MODELS = {
     "qwen2_0.5b": "Hugging Face Qwen2 0.5B, 4 × 2048",
     "gpt2": "Hugging Face GPT-2, 8 × 1024",
     "timm_vit_b16": "timm ViT-B/16, 128 images",
+    "cs336_medium": "own classes (CS336 medium), 8 × 512",
     "own_small": "TransformerLM small, 4 × 512",
     "own_xl": "TransformerLM xl, 4 × 512",
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples.cs336_lm import LanguageModel
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -87,6 +88,11 @@ def _outside(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(logits.view(-1, VOCAB), batch["labels"][:, 1:].reshape(-1))
 
 
+def _of_pairs(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(batch["input_ids"][:, :-1], batch["labels"][:, 1:].contiguous())
+    return loss
+
+
 def _gpt2(dropout: float = 0.0, layers: int = 2) -> nn.Module:
     config = transformers.GPT2Config(
         n_embd=256, n_layer=layers, n_head=4, vocab_size=VOCAB, n_positions=128,
@@ -125,6 +131,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "nanogpt, loss outside": lambda: NanoGPT(VOCAB, 256),
     "encoder": Encoder,
     "own classes": lambda: OwnModel(vocab=VOCAB, width=256, hidden=512),
+    "own attention": lambda: LanguageModel(
+        vocab=VOCAB, context=64, width=256, layers=2, heads=4, hidden=512
+    ),
 }  # fmt: skip
 LOSSES: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {
     "vit": _of_hugging_face_images,
@@ -132,9 +141,8 @@ LOSSES: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {
     "nanogpt": _within,
     "nanogpt, loss outside": _outside,
     "encoder": _outside,
-    "own classes": lambda model, batch: model(
-        batch["input_ids"][:, :-1], batch["labels"][:, 1:].contiguous()
-    ),
+    "own classes": _of_pairs,
+    "own attention": _of_pairs,
 }
 """For models that do not return their loss."""
 PIECES = {
@@ -156,7 +164,11 @@ PIECES = {
     "nanogpt": {"residual block", "LayerNorm", "MLP", "head and loss", "attention", "embedding"},
     "encoder": {"residual block", "LayerNorm", "attention", "linear", "embedding"},
     "own classes": {"residual block", "RMSNorm", "gated MLP", "head and loss", "embedding"},
-}
+    "own attention": {
+        "residual block", "RMSNorm", "gated MLP", "head and loss", "embedding", "attention kernel",
+        "linear",
+    },
+}  # fmt: skip
 
 
 def batches(steps: int) -> list[dict[str, Tensor]]:
