@@ -276,6 +276,33 @@ def test_exclude(pattern: Any) -> None:
     assert [left.reason for left in report.left if left.piece == PIECE] == ["excluded"]
 
 
+class Inline(nn.Module):
+    """A block that computes attention itself, and is not called so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = heads
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
+        return x + self.down(functional.silu(self.up(x)))
+
+
+def test_attention_in_a_block() -> None:
+    model, plain = (nn.Sequential(Inline(), Inline()) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    report = stepscope.accelerate(model)
+    for _ in range(2):
+        assert_same(model, plain)
+    assert report.replaced[PIECE] == ["0", "1"]
+
+
 def test_undo() -> None:
     model, plain = model_of(), model_of()
     report = stepscope.accelerate(model)

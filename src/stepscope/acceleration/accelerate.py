@@ -292,7 +292,8 @@ def _find(
         for name, module in model.named_modules()
         if module in norms and not excluded(norms[module].piece, name, type(module), patterns)
     }
-    yield from take(residual_block.find(model, kept, copies))
+    blocks = list(take(residual_block.find(model, kept, copies)))
+    yield from blocks
     for piece in (attention, packed_attention, multihead_attention, mlp):
         for replacement in take(piece.find(model, copies)):
             children = replacement.module.children()
@@ -300,7 +301,10 @@ def _find(
             attended.append(replacement.name)
             yield replacement
     attended += [left.name for left in report.left if left.piece == attention.PIECE]
-    yield from take(attention_kernel.find(model, attended))
+    # A fused block has no forward that could call attention itself.
+    fused = {block.name for block in blocks}
+    unknown, left = attention_kernel.find(model, attended)
+    yield from take(([one for one in unknown if one.name not in fused], left))
     yield from take(norm.find(model, norms))
     yield from take(embedding.find(model))
     yield from take(patch_embedding.find(model, copies))
