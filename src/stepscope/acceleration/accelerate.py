@@ -304,7 +304,9 @@ def _find(
     # A fused block has no forward that could call attention itself.
     fused = {block.name for block in blocks}
     unknown, left = attention_kernel.find(model, attended)
-    yield from take(([one for one in unknown if one.name not in fused], left))
+    # Routers of mixtures of experts have a softmax, too.
+    unknown = [x for x in unknown if x.name not in fused and not x.name.startswith(experts)]
+    yield from take((unknown, left))
     yield from take(norm.find(model, norms))
     yield from take(embedding.find(model))
     yield from take(patch_embedding.find(model, copies))
