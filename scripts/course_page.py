@@ -88,9 +88,9 @@ _INTRODUCTION = (
     " machine in front of you, the table or figure of the page to look at, and the answer in the"
     " committed records. The commands run on a GPU and on a CPU, where a study with longer defaults"
     " takes the sizes of the quick preset. Generated from `results/` by `python"
-    " scripts/make_docs.py`.\n\nA language model of classes of your own, as the first assignment asks"
-    " for, becomes faster by one line: [examples/cs336_lm.py](../examples/cs336_lm.py),"
-    " [accelerate](accelerate.md)."
+    " scripts/make_docs.py`.\n\n"
+    "A language model of classes of your own, as the first assignment asks for, becomes faster by"
+    " one line: [examples/cs336_lm.py](../examples/cs336_lm.py), [accelerate](accelerate.md)."
 )
 
 
