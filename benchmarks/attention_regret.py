@@ -36,7 +36,7 @@ import torch
 from parallel_compilation import run_in_processes
 
 from stepscope.attention import attention, explain
-from stepscope.attention.preference import Kind, kind_of, reason_against
+from stepscope.attention.preference import COSTS, MULTIPROCESSORS, Costs, reason_against
 from stepscope.attention.specialized import (
     CAPABILITY,
     Sizes,
@@ -61,8 +61,6 @@ COMPILE_SECONDS = 110
 LONGEST_SECONDS = 0.008
 """Longest forward and backward pass of a shape, at a rate of 400 TFLOP/s."""
 RATE = 400e12
-MULTIPROCESSORS = 132
-"""Of an H200."""
 CPU_RATE = 1e10
 
 
@@ -79,12 +77,15 @@ class Shape(NamedTuple):
         forward = 4.0 * self.batch * self.heads * self.length**2 * self.d_head
         return 3.5 * forward * (0.5 if self.causal else 1.0)
 
-    def multiply_adds(self) -> int:
-        return self.batch * self.heads * self.length**2 * self.d_head
+    def element_bytes(self) -> int:
+        size: int = getattr(torch, self.dtype).itemsize
+        return size
 
-    def kind(self) -> Kind:
-        element_bytes = getattr(torch, self.dtype).itemsize
-        return kind_of(element_bytes, self.d_head, self.causal, self.heads != self.key_heads)
+    def sizes(self) -> Sizes:
+        lengths = (self.length, self.length)
+        return Sizes(
+            self.batch, self.heads, self.key_heads, *lengths, self.d_head, causal=self.causal
+        )
 
     def compiled_kind(self) -> tuple[Any, ...]:
         """Return what distinguishes compiled kernels: Triton specializes integers that are one or
@@ -271,35 +272,61 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
     return "\n".join(out)
 
 
-def by_rule(shape: Shape, us: Mapping[str, float]) -> str:
+def hopper_runs(sizes: Sizes) -> bool:
+    """Return whether `hopper` would have its own forward kernel on an H200, and not a slower one
+    than cuDNN's."""
+    on_h200 = {"element_bytes": 2, "capability": CAPABILITY, "programs": MULTIPROCESSORS}
+    kernel = forward_kernel_of(sizes)
+    refused = refusal(sizes, **on_h200, aligned=True, rules=False)
+    return not refused and kernel is not None and speed_over("cudnn", sizes, kernel) >= 1
+
+
+def by_rule(
+    shape: Shape, us: Mapping[str, float], table: dict[tuple[str, int], Costs] = COSTS
+) -> str:
     """Return what the rule of auto chooses among the implementations that were measured."""
-    given = (shape.kind(), shape.multiply_adds(), shape.length)
-    sizes = Sizes(
-        shape.batch, shape.heads, shape.key_heads, shape.length, shape.length, shape.d_head,
-        shape.causal,
-    )  # fmt: skip
-    if "hopper" in us and reason_against("hopper", *given) is None:
-        kernel = forward_kernel_of(sizes)
-        on_h200 = {"element_bytes": 2, "capability": CAPABILITY, "programs": MULTIPROCESSORS}
-        refused = refusal(sizes, **on_h200, aligned=True, rules=False)
-        if not refused and kernel is not None and speed_over("cudnn", sizes, kernel) >= 1:
-            return "hopper"
-    return "triton" if "triton" in us and reason_against("triton", *given) is None else "sdpa"
+    sizes, element_bytes = shape.sizes(), shape.element_bytes()
+    for name in ("hopper", "triton"):
+        runs = name in us and (name != "hopper" or hopper_runs(sizes))
+        if runs and reason_against(name, sizes, element_bytes, table=table) is None:
+            return name
+    return "sdpa"
+
+
+def rivals_of(line: dict[str, Any]) -> dict[str, float]:
+    """Return the times of the implementations, that of the chosen one with the calls of auto."""
+    rivals = {form: time for form, time in line["us"].items() if form != "auto"}
+    if line["chosen"] in rivals and "auto" in line["us"]:
+        rivals[line["chosen"]] = min(rivals[line["chosen"]], line["us"]["auto"])
+    return rivals
+
+
+def was_timed(line: dict[str, Any], form: str) -> bool:
+    """Return whether a time is that of many turns, as those of auto are. Older records do not say
+    so; there, a time far behind the fastest one is that of few calls."""
+    if form == line["chosen"]:
+        return True
+    us = rivals_of(line)
+    return form in line.get("timed", us) and us[form] < FAR_BEHIND * min(us.values())
+
+
+def ruled_regrets(
+    lines: Sequence[dict[str, Any]], table: dict[tuple[str, int], Costs] = COSTS
+) -> list[float]:
+    """Return the regret of each shape that the rule with these costs would have had, without the
+    time that the choice itself takes."""
+    found = []
+    for line in lines:
+        rivals = rivals_of(line)
+        choice = by_rule(Shape(**line["shape"]), rivals, table)
+        if choice in rivals and was_timed(line, choice):
+            found.append(rivals[choice] / min(rivals.values()) - 1)
+    return found
 
 
 def ruled(lines: Sequence[dict[str, Any]]) -> str:
-    """Return the regret that the present rule would have on these records, without the time that
-    the choice itself takes."""
-    found = []
-    for line in lines:
-        shape, us = Shape(**line["shape"]), line["us"]
-        rivals = {form: time for form, time in us.items() if form != "auto"}
-        if line["chosen"] in rivals and "auto" in us:
-            rivals[line["chosen"]] = min(rivals[line["chosen"]], us["auto"])
-        choice = by_rule(shape, rivals)
-        # The time of one that was far behind at first sight is of few calls.
-        if choice in rivals and choice in line.get("timed", rivals):
-            found.append(rivals[choice] / min(rivals.values()) - 1)
+    """Return the regret of the present rule on these records."""
+    found = ruled_regrets(lines)
     if not found:
         return "no shape was measured with what the rule chooses"
     return f"the present rule, applied to the times of {len(found)} shapes: {quantiles(found)}"

@@ -1,8 +1,9 @@
-"""Parts of the attention benchmarks that need no GPU: the regret of `auto`'s rule on records, and
-the model of the barriers of the Gluon kernel."""
+"""Parts of the attention benchmarks that need no GPU: the regret of `auto`'s rule on records, the
+fit of the rule, and the model of the barriers of the Gluon kernel."""
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from pathlib import Path
@@ -11,9 +12,13 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import attention_regret as regret
+import fit_attention_rule
 import gluon_protocol as protocol
+
+from stepscope.attention.preference import COSTS, entry_of, largest_of, squared_time
 
 LONG = regret.Shape("bfloat16", 4, 16, 8, 4096, 64, causal=True)
 SHORT = LONG._replace(batch=1, length=128)
@@ -53,6 +58,54 @@ def test_regret_of_auto_and_of_the_rule() -> None:
     assert "0.0% median, 22.5% at the 95th percentile, 25.0% at worst" in regret.ruled(lines)
     assert "no shape" in regret.summary([])
     assert "no shape" in regret.ruled([record(SHORT, triton=90.0)])
+
+
+def test_times_of_few_calls_are_not_regrets() -> None:
+    line = record(LONG, "triton", auto=99.0, triton=95.0, hopper=140.0, sdpa=120.0)
+    timed = {form: regret.was_timed(line, form) for form in ("triton", "hopper", "sdpa")}
+    assert timed == {"triton": True, "hopper": False, "sdpa": True}
+    assert not regret.was_timed(line | {"timed": ["auto", "triton"]}, "sdpa")
+    slow = record(SHORT, "sdpa", auto=150.0, triton=90.0, sdpa=160.0) | {"timed": ["auto"]}
+    assert regret.ruled_regrets([slow]) == pytest.approx([150 / 90 - 1])
+    assert regret.ruled_regrets([slow | {"chosen": "triton"}]) == []
+
+
+def test_rule_on_all_records() -> None:
+    text = fit_attention_rule.RECORD.read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    for seed in (0, 1, 2):
+        found = regret.ruled_regrets([line for line in lines if line["seed"] == seed])
+        assert len(found) >= 190
+        assert sorted(found)[int(0.95 * len(found))] < 0.03
+        assert max(found) < 0.11
+
+
+def test_fit_finds_planted_costs() -> None:
+    planted = {
+        key: costs._replace(
+            by_head_dim={
+                largest: rate._replace(matmul=1.3 * rate.matmul, rows=0.8 * rate.rows)
+                for largest, rate in costs.by_head_dim.items()
+            }
+        )
+        for key, costs in COSTS.items()
+    }
+
+    def line(shape: regret.Shape) -> dict[str, Any]:
+        sizes, us = shape.sizes(), {}
+        for name in fit_attention_rule.NAMES:
+            costs = planted.get(entry_of(name, sizes, shape.element_bytes()))
+            largest = None if costs is None else largest_of(costs, shape.d_head)
+            if costs is not None and largest is not None:
+                us[name] = squared_time(costs, costs.by_head_dim[largest], sizes) ** 0.5
+        return record(shape, min(us, key=lambda name: us[name]), **us)
+
+    lines = [line(shape) for shape in regret.shapes(500, seed=7)]
+    fitted = fit_attention_rule.fit(lines)
+    for key, costs in planted.items():
+        assert fitted[key].host == pytest.approx(costs.host, rel=0.05)
+        for largest, rate in costs.by_head_dim.items():
+            assert fitted[key].by_head_dim[largest].matmul == pytest.approx(rate.matmul, rel=0.05)
 
 
 def test_turns_change_their_order() -> None:

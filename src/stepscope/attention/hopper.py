@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from stepscope.attention import ops, sdpa
-from stepscope.attention.inputs import as_four_dims, default_scale, heads_per_key_head
-from stepscope.attention.preference import kind_of, reason_against
+from stepscope.attention.inputs import as_four_dims, default_scale
+from stepscope.attention.preference import reason_against
 from stepscope.attention.specialized import FORWARD, KINDS, forward_kernel_of, speed_over
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 
@@ -113,14 +113,13 @@ def leaves(
     another one, or slower than cuDNN's."""
     from stepscope.attention.triton import specialized
 
-    kind = kind_of(q.element_size(), q.shape[-1], is_causal, heads_per_key_head(q, k) > 1)
-    reason = reason_against("hopper", kind, q.numel() * k.shape[-2], k.shape[-2])
+    q, k = as_four_dims(q), as_four_dims(k)
+    sizes = specialized.sizes_of(q, k, is_causal, 0)
+    reason = reason_against("hopper", sizes, q.element_size())
     if reason is not None:
         return reason
-    q, k = as_four_dims(q), as_four_dims(k)
     # Strides and addresses are not part of a cached decision: the forward decides on them.
     reason = specialized.refuses(q, k, causal=is_causal, shift=0, aligned=True, rules=False)
-    sizes = specialized.sizes_of(q, k, is_causal, 0)
     kernel = forward_kernel_of(sizes)
     if reason is None and kernel is not None and speed_over("cudnn", sizes, kernel) < 1:
         return "cuDNN's forward is faster: too many rows of the last query tile would be empty"

@@ -10,6 +10,7 @@ operator in Python costs more CPU time than a short attention takes on the GPU.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,11 @@ from stepscope.attention.inputs import (
     as_four_dims,
     checked_inputs,
     default_scale,
-    heads_per_key_head,
     with_positive_scale,
 )
 from stepscope.attention.masking import causal_offset
-from stepscope.attention.preference import kind_of, reason_against
+from stepscope.attention.preference import reason_against
+from stepscope.attention.specialized import Sizes
 from stepscope.attention.tiled import sink_gradient
 from stepscope.attention.tiles import MAX_HEAD
 from stepscope.attention.transforms import RULES_UNDER_TRANSFORMS, Passes, attend_under_transforms
@@ -460,10 +461,15 @@ def leaves(
         return "torch's kernels have dropout, and draw their random numbers faster"
     if torch.cuda.get_device_capability(q.device)[0] != TUNED_CAPABILITY:
         return f"its tiles are tuned for GPUs of compute capability {TUNED_CAPABILITY}"
-    kind = kind_of(q.element_size(), q.shape[-1], is_causal, heads_per_key_head(q, k) > 1)
     repeatable = torch.are_deterministic_algorithms_enabled()
-    sizes = (q.numel() * k.shape[-2], k.shape[-2])
-    return reason_against("triton", kind, *sizes, repeatable=repeatable)
+    sizes = sizes_of(q, k, is_causal)
+    return reason_against("triton", sizes, q.element_size(), repeatable=repeatable)
+
+
+def sizes_of(q: Tensor, k: Tensor, is_causal: bool) -> Sizes:
+    """Return the sizes of inputs with any number of dimensions, all heads as those of one batch."""
+    heads, key_heads = math.prod(q.shape[:-2]), math.prod(k.shape[:-2])
+    return Sizes(1, heads, key_heads, q.shape[-2], k.shape[-2], q.shape[-1], is_causal)
 
 
 def details(
