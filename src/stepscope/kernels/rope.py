@@ -1,5 +1,5 @@
-"""Rotary position embedding, applied in place to a projection that is viewed as heads for attention,
-or to heads out of place.
+"""Rotary position embedding: in place in a projection that is viewed as heads for attention, or out
+of place in heads.
 
 A projection returns (batch, seq, heads · d_head). Attention reads (batch, heads, seq, d_head) with
 any strides, so the heads are a view, and a gradient with the strides of its input already has the
