@@ -417,12 +417,35 @@ class RoPEOfShortSequences(RoPE):
         return out if x.shape[-2] == 1 else out.tanh()
 
 
-def test_another_function_in_a_later_call_runs_as_it_is(launches: list[bool]) -> None:
-    model, plain = layer_of(RoPEOfShortSequences), layer_of(RoPEOfShortSequences)
+class RoPEOfGradients(RoPE):
+    """Refuses random heads of more than one token."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        if x.shape[-2] > 1 and not x.requires_grad:
+            raise TypeError
+        return super().forward(x, positions)
+
+
+@pytest.mark.parametrize("kind", [RoPEOfShortSequences, RoPEOfGradients])
+def test_another_function_in_a_later_call_runs_as_it_is(
+    kind: type[RoPE], launches: list[bool]
+) -> None:
+    model, plain = layer_of(kind), layer_of(kind)
     stepscope.accelerate(model)
     for length in (1, LENGTH, LENGTH):
         assert_same(model, plain, length)
     assert not launches
+
+
+def test_heads_of_other_sizes_in_later_calls(launches: list[bool]) -> None:
+    rope, plain = nn.Sequential(RotaryEmbedding()), RotaryEmbedding()
+    report = stepscope.accelerate(rope)
+    for batch, d in ((0, D), (2, D), (2, 2 * D), (1, D // 2), (0, D), (3, D)):
+        x = torch.randn(batch, HEADS, LENGTH, d, requires_grad=True)
+        launches.clear()
+        torch.testing.assert_close(rope[0](x), plain(x))
+        assert bool(launches) == bool(batch)
+    assert report.replaced[PIECE] == ["0"]
 
 
 def test_exclude_undo_and_copies(launches: list[bool]) -> None:
