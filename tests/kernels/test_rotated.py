@@ -150,6 +150,23 @@ def test_later_calls_and_tables_with_strides(interleaved: bool, launches: list[b
 
 
 @pytest.mark.parametrize("interleaved", LAYOUTS)
+def test_tables_of_each_sequence(interleaved: bool, launches: list[bool]) -> None:
+    """More sequences than tokens, in the kernel and in plain PyTorch."""
+    cos, sin = (torch.stack([t[n : n + 3] for n in range(5)]) for t in tables(8, 9))
+    x = draw(5, 2, 3, 8).requires_grad_()
+    expected = torch.cat(
+        [plain_rotate(x[n : n + 1], cos[n], sin[n], interleaved) for n in range(5)]
+    )
+    grad = draw(5, 2, 3, 8, seed=1)
+    (d_x,) = torch.autograd.grad(expected, x, grad)
+    for heads in (x, x.double()):
+        out = rotated(heads, cos, sin, interleaved=interleaved, dtype=torch.float32)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(torch.autograd.grad(out, x, grad)[0], d_x)
+    assert launches == [False, True]
+
+
+@pytest.mark.parametrize("interleaved", LAYOUTS)
 def test_what_the_kernel_does_not_take(interleaved: bool, launches: list[bool]) -> None:
     cos, sin = tables(8, 5)
     x = draw(2, 3, 5, 8)

@@ -129,7 +129,7 @@ for half, rest, out, adjacent in (
 ):
     tile = {"BLOCK_S": 2, "BLOCK_H": 16, "BLOCK_PAIRS": triton.next_power_of_2(half)}
     print("rotary tile", half, adjacent, wide_loads(
-        triton_rotary.rotary_tile_kernel, [x, out, f, f] + [i] * 10 + ["fp32"], PAIRS=half,
+        triton_rotary.rotary_tile_kernel, [x, out, f, f] + [i] * 11 + ["fp32"], PAIRS=half,
         D=2 * half + rest, INTERLEAVED=adjacent, BLOCK_REST=rest, warps=4,
         odd=("S", "H", "pair_stride"), **tile))
 rows = launches.gather_heads(768)

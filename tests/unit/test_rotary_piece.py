@@ -305,10 +305,10 @@ SAME = torch.arange(LENGTH).float()
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize(
     "other",
-    [SAME.clone().requires_grad_(), torch.stack((SAME, SAME + 2))[:, None]],
-    ids=["learned", "of two sequences"],
+    [SAME.clone().requires_grad_(), SAME + torch.arange(HEADS)[:, None]],
+    ids=["learned", "of each head"],
 )
-def test_positions_that_are_learned_or_differ_between_sequences(
+def test_positions_that_are_learned_or_differ_between_heads(
     other: Tensor, is_first: bool, launches: list[bool]
 ) -> None:
     """If the first call has them it is left; in a later call the original runs."""
@@ -330,11 +330,27 @@ def test_positions_that_are_learned_or_differ_between_sequences(
     if is_first:
         assert [compare(one) for one in (other, SAME)] == [0, 0]
         assert PIECE not in report.replaced
-        why = "its angles are learned, or differ between sequences or heads"
-        assert reasons(report) == [why]
+        assert reasons(report) == ["its angles are learned, or differ between heads"]
     else:
         assert [compare(one) for one in (SAME, other, SAME)] == [2, 0, 2]
         assert report.replaced[PIECE] == ["0"]
+
+
+@pytest.mark.parametrize("dims", [3, 4])
+def test_positions_of_each_sequence(dims: int, launches: list[bool]) -> None:
+    rope, plain = nn.Sequential(RoPEOfAngles()), RoPEOfAngles()
+    report = stepscope.accelerate(rope)
+    # As many sequences as heads, as tokens, and one.
+    for batch in (2, HEADS, LENGTH, 1, 2):
+        x = torch.randn(batch, *(HEADS,) * (dims - 3), LENGTH, D, requires_grad=True)
+        positions = SAME + 2 * torch.arange(batch).view(batch, *(1,) * (dims - 2))
+        launches.clear()
+        outs = [module(x, positions) for module in (rope[0], plain)]
+        torch.testing.assert_close(*outs)
+        grads = [torch.autograd.grad(out.square().sum(), x) for out in outs]
+        torch.testing.assert_close(*grads)
+        assert len(launches) >= 2
+    assert report.replaced[PIECE] == ["0"]
 
 
 class RotaryTables(nn.Module):

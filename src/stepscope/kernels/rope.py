@@ -23,11 +23,11 @@ from stepscope.torch_tools.triton_available import supports_dtype
 
 def plain_rotate(
     x: Tensor,  # (..., seq, d_head)
-    cos: Tensor,  # (context, pairs)
+    cos: Tensor,  # (..., context, pairs)
     sin: Tensor,
     interleaved: bool = False,
 ) -> Tensor:
-    cos, sin = cos[: x.shape[-2]], sin[: x.shape[-2]]
+    cos, sin = cos[..., : x.shape[-2], :], sin[..., : x.shape[-2], :]
     pairs = cos.shape[-1]
     rest = x.shape[-1] - 2 * pairs
     if interleaved:
@@ -44,7 +44,7 @@ def plain_rotate(
 
 def rotated(
     x: Tensor,  # (batch, heads, seq, d_head)
-    cos: Tensor,  # (seq, pairs)
+    cos: Tensor,  # (seq, pairs) or (batch, seq, pairs)
     sin: Tensor,
     *,
     interleaved: bool = False,
@@ -54,8 +54,9 @@ def rotated(
     (2i, 2i + 1) if `interleaved`, else (i, i + pairs). `dtype` is that of the result, by default
     that of x. Numbers that are not rotations are accepted, too: each pair is multiplied by the
     matrix ((cos, -sin), (sin, cos))."""
-    seq, d = x.shape[-2:]
-    if cos.shape != sin.shape or cos.shape[0] != seq or 2 * cos.shape[-1] > d:
+    batch, _, seq, d = x.shape
+    fits = cos.shape[:-1] in ((seq,), (batch, seq)) and 2 * cos.shape[-1] <= d
+    if not fits or cos.shape != sin.shape:
         raise ValueError(
             f"tables {tuple(cos.shape)} and {tuple(sin.shape)} do not fit x {tuple(x.shape)}"
         )
@@ -64,6 +65,7 @@ def rotated(
     of_kernel = kernels_take(x, cos, sin) and supports_dtype(dtype) and not learned
     if not of_kernel or not cos.dtype == sin.dtype == torch.float32 or x.stride(-1) != 1:
         wide = torch.promote_types(x.dtype, dtype)
+        cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
         return plain_rotate(x.to(wide), cos, sin, interleaved).to(dtype)
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()

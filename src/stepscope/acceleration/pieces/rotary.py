@@ -3,8 +3,8 @@
 Such a module has no parameters, and its class is named after RoPE. Its tables come from the module:
 in every call the original forward runs on one head, which has one in the first entry of each pair
 and zero in the second, and returns the cosines and sines of the positions, whatever they are
-computed from. Which entries are pairs is found in the first call, on random heads. The original
-runs where its tables have another shape, as with positions that differ between sequences.
+computed from, also those of each sequence. Which entries are pairs is found in the first call, on
+random heads. The original runs where its tables have another shape, or are learned.
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ class _Rotation:
         if tables is None:
             return original()
         heads = x if x.dim() == 4 else x[:, None]
+        cos, sin = (_by_sequence(table) for table in tables)
         dtype = self._dtype(x, call)
-        out = rotated(heads, *tables, interleaved=layout.interleaved, dtype=dtype)
+        out = rotated(heads, cos, sin, interleaved=layout.interleaved, dtype=dtype)
         return out if x.dim() == 4 else out[:, 0]
 
     def _layout(self, x: Tensor, call: Call) -> _Layout | None:
@@ -162,20 +163,26 @@ def _unit(layout: _Layout, x: Tensor) -> Tensor:
 
 
 def _tables(layout: _Layout, x: Tensor, call: Call) -> tuple[Tensor, Tensor] | None:
-    """Return the cosines and sines of the positions, each (seq, pairs); None if they are not the
-    same for all sequences and heads, or are learned."""
+    """Return the cosines and sines of the positions, (1 or batch, 1, seq, pairs), or without the
+    dimension of heads if x has none; None if they differ between heads, or are learned."""
     shape = _one_head(x)
     try:
         turned = call(_unit(layout, x).expand(shape))
     except torch.OutOfMemoryError:
         raise
     except Exception:
-        # One head does not fit positions of many sequences. An error of x is raised again.
+        # The module may not take one head. An error of x itself is raised again.
         return None
-    if not _is_like(turned, shape) or turned.requires_grad:
+    shapes = (shape, (x.shape[0], *shape[1:]))
+    if not any(_is_like(turned, one) for one in shapes) or turned.requires_grad:
         return None
-    turned = turned.float().flatten(0, -3)[0]
-    return layout.first(turned), layout.second(turned)
+    return layout.first(turned.float()), layout.second(turned.float())
+
+
+def _by_sequence(table: Tensor) -> Tensor:
+    """Return a table as (batch, seq, pairs), or (seq, pairs) if all sequences have the same."""
+    table = table[:, 0] if table.dim() == 4 else table
+    return table[0] if table.shape[0] == 1 else table
 
 
 def _is_like(out: Any, shape: Sequence[int]) -> bool:
@@ -192,7 +199,7 @@ def _matching_layout(x: Tensor, call: Call) -> _Layout | None:
         raise NotReplacedError("it does not return rotated heads")
     pairs = x.shape[-1] // 2
     if pairs and _tables(_Layout(True, pairs), x, call) is None:
-        raise NotReplacedError("its angles are learned, or differ between sequences or heads")
+        raise NotReplacedError("its angles are learned, or differ between heads")
     fits = partial(_fits, x, call, heads, out)
     matching = [one for one in (_Layout(True, pairs), _Layout(False, pairs)) if fits(one)]
     if not matching:

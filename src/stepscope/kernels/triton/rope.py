@@ -164,7 +164,8 @@ def rotary_tile_kernel(
     out_stride_b,
     out_stride_h,
     out_stride_s,
-    table_stride,
+    table_stride_b,
+    table_stride_s,
     pair_stride,
     H,
     S,
@@ -188,7 +189,8 @@ def rotary_tile_kernel(
     offs_h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
     offs_p = tl.arange(0, BLOCK_PAIRS)
     mask_p = offs_p < PAIRS
-    table = offs_s[:, None] * table_stride + offs_p[None, :] * pair_stride
+    table = offs_s[:, None] * table_stride_s + offs_p[None, :] * pair_stride
+    table += batch * table_stride_b
     mask_table = (offs_s < S)[:, None] & mask_p[None, :]
     b_cos = tl.load(cos_ptr + table, mask=mask_table, other=0.0)[:, None, :]
     b_sin = tl.load(sin_ptr + table, mask=mask_table, other=0.0)[:, None, :] * sign
@@ -226,8 +228,8 @@ def rotate_tiles(
     x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, back: bool
 ) -> None:
     """Rotate x into out, both (batch, heads, seq, d_head) with adjacent entries of a head, which
-    may differ in strides and dtypes. The tables are (seq, pairs) in float32 with the same
-    strides."""
+    may differ in strides and dtypes. The tables are (seq, pairs), or (batch, seq, pairs), in
+    float32 with the same strides."""
     batch, heads, seq, d = x.shape
     pairs = cos.shape[-1]
     rest = d - 2 * pairs
@@ -242,7 +244,7 @@ def rotate_tiles(
         sin,
         *x.stride()[:3],
         *out.stride()[:3],
-        *cos.stride(),
+        *(cos.stride() if cos.dim() == 3 else (0, *cos.stride())),
         heads,
         seq,
         -1.0 if back else 1.0,
