@@ -124,6 +124,14 @@ for half, rest, group in ((64, 0, 1), (40, 0, 1), (16, 32, 1), (16, 64, 2)):
     print("rotary gathered", half, rest, wide_loads(
         triton_rotary.rotary_gather_kernel, [x] * 4 + [f, f] + [i] * 9 + [f] + [i] * 6,
         BLOCK_REST=rest, GROUP=2 * group - 1, AMAX=half != 64, **shape))
+for half, rest, out, adjacent in (
+    (32, 0, x, True), (64, 0, f, True), (64, 0, x, False), (40, 0, x, True), (16, 32, x, False)
+):
+    tile = {"BLOCK_S": 2, "BLOCK_H": 16, "BLOCK_PAIRS": triton.next_power_of_2(half)}
+    print("rotary tile", half, adjacent, wide_loads(
+        triton_rotary.rotary_tile_kernel, [x, out, f, f] + [i] * 11 + ["fp32"], PAIRS=half,
+        D=2 * half + rest, INTERLEAVED=adjacent, BLOCK_REST=rest, warps=4,
+        odd=("S", "H", "pair_stride"), **tile))
 rows = launches.gather_heads(768)
 for summed in (False, True):
     print("heads gathered", summed, wide_loads(
@@ -173,5 +181,5 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
     done = python(str(script), env=environment | {"TRITON_CACHE_DIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     loads = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(loads) == 73
+    assert len(loads) == 78
     assert {name for name, count in loads.items() if int(count) == 0} == set(), loads

@@ -28,6 +28,7 @@ from stepscope.acceleration.pieces import (
     packed_attention,
     patch_embedding,
     residual_block,
+    rotary,
 )
 from stepscope.acceleration.replacement import (
     Found,
@@ -55,7 +56,7 @@ masks change only in a capture."""
 _PIECES = (
     norm.PIECE, norm.LAYER_NORM, residual_block.PIECE, linear.PIECE, attention.PIECE,
     head_loss.PIECE, patch_embedding.PIECE, embedding.PIECE, attention_masks.PIECE,
-    mlp.GATED, mlp.PLAIN_MLP, attention_kernel.PIECE, SDPA,
+    mlp.GATED, mlp.PLAIN_MLP, attention_kernel.PIECE, rotary.PIECE, SDPA,
 )  # fmt: skip
 """Names that `exclude` may have for all modules of a piece."""
 _SHARDED = (
@@ -273,8 +274,9 @@ def _find(
         replacements, left = found
         report.leave(*left)
         for one in replacements:
-            kernel = one.piece == attention_kernel.PIECE and attention.PIECE in patterns
-            if kernel or excluded(one.piece, one.name, type(one.module), patterns):
+            attends = one.piece in (attention_kernel.PIECE, rotary.PIECE)
+            without = attends and attention.PIECE in patterns
+            if without or excluded(one.piece, one.name, type(one.module), patterns):
                 report.leave(Left(one.piece, one.name, "excluded"))
             elif one.name.startswith(experts):
                 report.leave(Left(one.piece, one.name, "part of a mixture of experts"))
@@ -300,6 +302,7 @@ def _find(
             claimed |= {child for child in children if _is_linear(child)}
             attended.append(replacement.name)
             yield replacement
+    yield from take(rotary.find(model, attended))
     attended += [left.name for left in report.left if left.piece == attention.PIECE]
     # A fused block has no forward that could call attention itself.
     fused = {block.name for block in blocks}

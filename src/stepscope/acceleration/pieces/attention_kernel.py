@@ -2,9 +2,9 @@
 positions or norms of q and k.
 
 The forward of the module runs as it is. Within it, naive attention (`attention/substitute.py`) and
-calls of `scaled_dot_product_attention` use the fastest attention kernel; projections and rotary
-positions stay. With a mask that is not causal the kernel is torch's. A module without such
-attention, or with dropout of the weights, is left.
+calls of `scaled_dot_product_attention` use the fastest attention kernel; projections stay, and
+rotary positions in a module are a piece of their own. With a mask that is not causal the kernel is
+torch's. A module without such attention, or with dropout of the weights, is left.
 """
 
 from __future__ import annotations

@@ -33,6 +33,10 @@ SDPA = "SDPA"
 """Entry among the recorded pieces: `accelerate` switches the model's attention to SDPA."""
 ATTENTION_KERNEL = "attention kernel"
 """Entry among the recorded pieces: modules of which only naive attention is replaced."""
+ROTARY = "rotary positions"
+"""Entry among the recorded pieces: modules that rotate heads, and compute nothing else."""
+_PARTS_OF_ATTENTION = (SDPA, ATTENTION_KERNEL, ROTARY)
+"""Pieces that leave the projections as they are."""
 STEP = "step"
 """Setting that runs the loop as a `TrainStep`."""
 GROUPS = (NORM, MLP, LINEAR, ATTENTION, LOSS, EMBEDDING, OPTIMIZER)
@@ -40,7 +44,7 @@ GROUPS = (NORM, MLP, LINEAR, ATTENTION, LOSS, EMBEDDING, OPTIMIZER)
 _WORDS = {
     NORM: ("norm", "residual"),
     MLP: ("mlp",),
-    ATTENTION: ("attention", "sdpa"),
+    ATTENTION: ("attention", "sdpa", "rotary"),
     LOSS: ("loss",),
     EMBEDDING: ("embedding",),
     OPTIMIZER: ("optimizer",),
@@ -142,7 +146,7 @@ def _weights(pieces: Sequence[PieceWork]) -> int:
     return sum(
         piece.modules * _WEIGHTS.get(group_of(piece.piece), 0)
         for piece in pieces
-        if piece.piece not in (SDPA, ATTENTION_KERNEL)
+        if piece.piece not in _PARTS_OF_ATTENTION
     )
 
 
@@ -309,7 +313,8 @@ def _attention(facts: Facts) -> Change | str:
         rotary = sum(s.ms for piece in _found(facts, ATTENTION) for s in piece.shares)
         parts = [f"naive attention takes {naive:.3g} ms"] if naive else []
         parts += [f"rotary positions and copies of the heads take {rotary:.3g} ms"]
-        return ", ".join(parts) + "; Q, K and V are separate matmuls"
+        projected = any(p.piece not in _PARTS_OF_ATTENTION for p in _found(facts, ATTENTION))
+        return ", ".join(parts) + ("; Q, K and V are separate matmuls" if projected else "")
 
     return _one(facts, ATTENTION, why)
 
