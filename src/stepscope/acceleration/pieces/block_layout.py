@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from stepscope.acceleration.own_classes import copy_with
 
 CONSTANTS = (bool, int, float, str, type(None))
+NOT_A_SUM = "it is not a sequence of x + parts(norm(x))"
 _EXTRA = "stepscope_extra"
 """A keyword argument that shows whether a block passes on those that it does not name."""
 _SINGLETONS = (None, False, True)
@@ -204,7 +205,7 @@ def layout_of(module: nn.Module, norms: Collection[str]) -> Layout | str:
         return ""
     marks, defaults = arguments
     run = _Run(module, norms, frozenset(marks))
-    reason = "it is not x + parts(norm(x))" if run.adds(marks | defaults) else ""
+    reason = NOT_A_SUM if run.adds(marks | defaults) else ""
     # An argument may decide whether there is cross-attention.
     for values in (defaults, {name: one for name, one in defaults.items() if one is not None}):
         start = run.branches(marks | values)
