@@ -278,6 +278,7 @@ class TwoOutputs(Block):
         (Checkpointed, "it recomputes activations"),
         (Instance, "its forward is not that of its class"),
         (TwoOutputs, NOT_A_SUM),
+        (WithParameter, NOT_A_SUM),
     ],
 )
 def test_the_reason_why_a_block_is_left(block: Callable[[], nn.Module], reason: str) -> None:

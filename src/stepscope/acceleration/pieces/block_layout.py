@@ -154,11 +154,10 @@ class _StandIn:
 
 
 class _Run:
-    """Runs the forward of a module with stand-ins for its parts, without its parameters."""
+    """Runs the forward of a module with stand-ins for its parts."""
 
     def __init__(self, module: nn.Module, norms: Collection[str], named: frozenset[str]) -> None:
         self._module, self._norms, self._named = module, norms, named
-        self._x = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64, device="cpu").view(_SHAPE)
         self.calls: list[_Call] = []
         self.settings: dict[tuple[str, str], Any] = {}
 
@@ -171,14 +170,22 @@ class _Run:
 
     def adds(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether the output is the input if all parts return zeros."""
-        out = self._output(arguments, scale=0.0)
+        out = self._output(arguments, scale=0.0, tensor=torch.ones((), device="cpu"))
         return _is_equal(out[0] if type(out) is tuple and out else out, self._x)
 
-    def _output(self, arguments: Mapping[str, Any], scale: float = 1.0) -> Any:
-        """Return the output; None if it raises or draws random numbers."""
+    def _output(
+        self, arguments: Mapping[str, Any], scale: float = 1.0, tensor: Tensor | None = None
+    ) -> Any:
+        """Return the output; None if it raises or draws random numbers. Parameters and buffers are
+        absent, or this `tensor`."""
         self.calls, own = [], vars(self._module)
+        self._x = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64, device="cpu").view(_SHAPE)
         registries: dict[str, dict[str, Any]] = {
-            kind: {name: one for name, one in own[kind].items() if one is None}
+            kind: {
+                name: one if one is None else tensor
+                for name, one in own[kind].items()
+                if one is None or tensor is not None
+            }
             for kind in ("_parameters", "_buffers", "_modules")
         }
         for number, (name, part) in enumerate(self._module.named_children()):

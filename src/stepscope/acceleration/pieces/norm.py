@@ -199,7 +199,7 @@ def find(model: nn.Module, norms: dict[nn.Module, Norm]) -> Found:
             replacements.append(
                 Replacement(fused.piece, name, module, fused.forward, fused.declines)
             )
-        elif may_be_norm(module):
+        elif _may_be_norm(module):
             reason = "it has hooks" if has_hooks(module) else "it computes something else"
             left.append(Left(LAYER_NORM if _has_bias(module) else PIECE, name, reason))
     return replacements, left
@@ -208,17 +208,21 @@ def find(model: nn.Module, norms: dict[nn.Module, Norm]) -> Found:
 def matched_norms(model: nn.Module, copies: WeightCopies) -> dict[nn.Module, Norm]:
     """Return the norms that the kernels can compute. Those with hooks are not compared: a copy of
     them would have the hooks."""
-    candidates = (one for one in model.modules() if may_be_norm(one) and not has_hooks(one))
+    candidates = (one for one in model.modules() if _may_be_norm(one) and not has_hooks(one))
     formulas = ((module, _matched(module)) for module in candidates)
     return {
         module: Norm(module, formula, copies) for module, formula in formulas if formula is not None
     }
 
 
-def may_be_norm(module: nn.Module) -> bool:
-    """Return whether a module has the parameters and the name of a norm over the last dimension."""
+def is_called_norm(module: nn.Module) -> bool:
+    """Return whether a module has the name of a norm over the last dimension."""
     kind = type(module).__name__.lower()
-    if "norm" not in kind or any(other in kind for other in _OTHER_NORMS):
+    return "norm" in kind and not any(other in kind for other in _OTHER_NORMS)
+
+
+def _may_be_norm(module: nn.Module) -> bool:
+    if not is_called_norm(module):
         return False
     parameters = dict(module.named_parameters())
     weight = parameters.get("weight")

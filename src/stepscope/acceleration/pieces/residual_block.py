@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from stepscope.acceleration.pieces.block_layout import CONSTANTS, Layout, layout_of
 from stepscope.acceleration.pieces.mlp import activation_name
-from stepscope.acceleration.pieces.norm import Norm, Sum, may_be_norm
+from stepscope.acceleration.pieces.norm import Norm, Sum, is_called_norm
 from stepscope.acceleration.replacement import (
     Found,
     Left,
@@ -124,7 +124,7 @@ def _fused(
 def _layout(module: nn.Module, known: dict[object, Layout | str]) -> Layout | str:
     """Return the layout of a module, that of an equal one if there was one before."""
     parts = dict(module.named_children())
-    norms = [name for name, part in parts.items() if may_be_norm(part)]
+    norms = [name for name, part in parts.items() if is_called_norm(part)]
     if not norms or len(norms) == len(parts):
         return ""
     own = {name: one for name, one in vars(module).items() if name not in _OF_MODULES}
