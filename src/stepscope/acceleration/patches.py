@@ -30,6 +30,9 @@ class Patch:
     """A replacement in its module. Its first call with gradients compares it with the original, in
     training and in evaluation mode."""
 
+    _comparisons = 0
+    """Of all patches, in progress: their calls have other weights and caches than the model's."""
+
     def __init__(
         self,
         replacement: Replacement,
@@ -68,10 +71,10 @@ class Patch:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
         if reason := self._declines(args, kwargs):
-            # The first reason: a comparison of a module that contains this one exchanges weights.
-            self._declined = self._declined or reason
+            if not Patch._comparisons:
+                self._declined = self._declined or reason
             return (self._observed if self._in_tuple else self._original)(*args, **kwargs)
-        self._is_used = True
+        self._is_used = self._is_used or not Patch._comparisons
         if module.training not in self._checked_modes:
             if self._copies is not None and self._copies.suspends_fp8:
                 # A module that contains this one is compared. This one is once FP8 is back.
@@ -102,10 +105,13 @@ class Patch:
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         module = self.replacement.module
         self._checked_modes.add(module.training)
+        Patch._comparisons += 1
         try:
             why = _not_comparable(module) or self._difference(args, kwargs)
         except torch.OutOfMemoryError:
             why = "there is not enough memory to compare it with the original"
+        finally:
+            Patch._comparisons -= 1
         if why:
             self.undo()
             self._on_difference(self, why)
