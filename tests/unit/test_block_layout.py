@@ -266,6 +266,13 @@ class Instance(Block):
         self.forward = lambda x: 2 * Block.forward(self, x)  # type: ignore[method-assign]
 
 
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.mix(self.n1(x)))
+        x += self.ffn(self.n2(x))
+        return x
+
+
 class TwoOutputs(Block):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), None
@@ -278,6 +285,7 @@ class TwoOutputs(Block):
         (Checkpointed, "it recomputes activations"),
         (Instance, "its forward is not that of its class"),
         (TwoOutputs, NOT_A_SUM),
+        (InPlace, NOT_A_SUM),
         (WithParameter, NOT_A_SUM),
     ],
 )
