@@ -31,7 +31,7 @@ class Patch:
     training and in evaluation mode."""
 
     _comparisons = 0
-    """Of all patches, in progress: their calls have other weights and caches than the model's."""
+    """Of all patches, in progress."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Patch:
         self._copies = copies
         self._checked_modes = {True, False} if checked else set()
         self._on_difference = on_difference
-        self._declined, self._is_used = "", False
+        self._declined, self._is_used, self._is_called = "", False, False
         self._in_tuple: dict[frozenset[object], bool] = {}
         """Whether the original returns a tuple of one output, by the flags of a call: they may ask
         for others. Empty unless it did in the call that was compared."""
@@ -71,10 +71,9 @@ class Patch:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
         if reason := self._declines(args, kwargs):
-            if not Patch._comparisons:
-                self._declined = self._declined or reason
+            self._record(reason)
             return (self._observed if self._in_tuple else self._original)(*args, **kwargs)
-        self._is_used = self._is_used or not Patch._comparisons
+        self._record("")
         if module.training not in self._checked_modes:
             if self._copies is not None and self._copies.suspends_fp8:
                 # A module that contains this one is compared. This one is once FP8 is back.
@@ -82,6 +81,16 @@ class Patch:
             self._check(args, kwargs)
             return module.forward(*args, **kwargs)
         return self._replaced(*args, **kwargs)
+
+    def _record(self, declined: str) -> None:
+        """Note whether the original runs in a call. Those in comparisons of a module that contains
+        this one have other weights, and no cache: they count until the model calls this one."""
+        if Patch._comparisons and self._is_called:
+            return
+        if not Patch._comparisons and not self._is_called:
+            self._declined, self._is_used, self._is_called = "", False, True
+        self._declined = self._declined or declined
+        self._is_used = self._is_used or not declined
 
     def _declines(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return why the original runs in a call with these arguments; empty if it does not."""
