@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,7 @@ def test_dropout_has_the_random_numbers_of_the_model(padded: bool) -> None:
 
 
 def test_cross_attention_is_left() -> None:
+    """Its block is fused."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(**GPT2, add_cross_attention=True)
     model = transformers.GPT2LMHeadModel(config).train()
@@ -298,8 +300,12 @@ def test_cross_attention_is_left() -> None:
     for _ in range(2):
         torch.testing.assert_close(model(**inputs).loss, expected)
     assert "attention" not in report.replaced
+    assert len(report.replaced["residual block"]) == 2
     reasons = {left.reason for left in report.left if left.piece == "attention"}
     assert "its cache has tokens, or is one of an encoder and a decoder" in reasons, reasons
+    plain = {"input_ids": tokens, "labels": tokens}
+    expected = copy.deepcopy(model)(**plain).loss
+    torch.testing.assert_close(model(**plain).loss, expected)
 
 
 def test_a_llama_in_fp8_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import stepscope
 from accelerated_models import WIDTH, Gated, Model, Norm, Plain, assert_same_training, batch
-from stepscope.acceleration.pieces.block_layout import Branch, Marked, layout_of
+from stepscope.acceleration.pieces import residual_block
+from stepscope.acceleration.pieces.block_layout import NOT_A_SUM, Layout, Marked, layout_of
+from stepscope.acceleration.replacement import Left
 
 PIECE = "residual block"
 
@@ -78,18 +80,49 @@ class OfTorchvision(nn.Module):
         return out
 
 
+class Parallel(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.drop(self.mix(self.n1(x))) + self.ffn(self.n2(x))
+        return out
+
+
+class ReadTwice(Block):
+    """Two branches of one norm after another branch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.mix(self.n1(x)))
+        return x + self.ffn(self.n2(x)) + self.mix(self.n2(x))  # type: ignore[no-any-return]
+
+
+class OneNorm(nn.Module):
+    """As Phi; the norm is called once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix, self.ffn = nn.LayerNorm(WIDTH), Mixer(), Plain()
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.norm(x)
+        out: Tensor = self.drop(self.mix(read)) + self.drop(self.ffn(read)) + x
+        return out
+
+
 def test_the_layout_of_a_block() -> None:
     layout = layout_of(OfLlama(), ["attention_norm", "ffn_norm"])
-    assert layout is not None
-    assert layout.flags == {"twice": False}
+    assert isinstance(layout, Layout)
+    assert layout.fixed == layout.settings == {}
     first, second = layout.branches
-    assert first._replace(named=None) == Branch(
-        "attention_norm", ("attention",), (Marked("freqs"),), {"twice": False}, "", None
-    )
-    assert (second.norm, second.parts, second.named) == ("ffn_norm", ("feed_forward",), None)
+    assert (first.norm, first.parts) == ("attention_norm", ("attention",))
+    given, x = {"freqs": 2, "twice": True}, torch.ones(1)
+    args, kwargs = first.arguments({**given, "": x})
+    assert args == [x, 2]
+    assert kwargs.pop("twice")
+    assert [type(one) for one in kwargs.values()] == [Marked]
+    assert (second.norm, second.parts, second.kwargs) == ("ffn_norm", ("feed_forward",), {})
 
 
-@pytest.mark.parametrize("block", [Block, OfLlama, OfTorchvision])
+@pytest.mark.parametrize("block", [Block, OfLlama, OfTorchvision, Parallel, ReadTwice, OneNorm])
 def test_blocks_that_are_replaced(block: Callable[[], nn.Module]) -> None:
     report = assert_same_training(block)
     assert report.replaced[PIECE] == ["blocks.0", "blocks.1"]
@@ -152,12 +185,6 @@ class Dropped(Block):
         return x + self.ffn(self.n2(x))  # type: ignore[no-any-return]
 
 
-class Parallel(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.drop(self.mix(self.n1(x))) + self.ffn(self.n2(x))
-        return out
-
-
 class NormAfter(Block):
     def forward(self, x: Tensor) -> Tensor:
         x = self.n1(x + self.drop(self.mix(x)))
@@ -178,6 +205,10 @@ class WithParameter(Block):
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(WIDTH))
 
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.mix(self.n1(x))) * self.gamma
+        return x + self.ffn(self.n2(x))  # type: ignore[no-any-return]
+
 
 class ReadsAPart(Block):
     def forward(self, x: Tensor) -> Tensor:
@@ -185,12 +216,12 @@ class ReadsAPart(Block):
         return x + self.ffn(self.n2(x))  # type: ignore[no-any-return]
 
 
-class ReadTwice(Block):
-    """Two branches of one norm."""
+class Interleaved(Block):
+    """Dropout of the second branch draws its random numbers first."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.mix(self.n1(x)))
-        return x + self.ffn(self.n2(x)) + self.mix(self.n2(x))  # type: ignore[no-any-return]
+        mixed, wide = self.mix(self.n1(x)), self.drop(self.ffn(self.n2(x)))
+        return x + self.drop(mixed) + wide  # type: ignore[no-any-return]
 
 
 class WithBuffer(Block):
@@ -205,7 +236,7 @@ class WithBuffer(Block):
 
 @pytest.mark.parametrize(
     "block",
-    [HalfAdded, Dropped, Parallel, NormAfter, FromTheNorm, WithParameter, ReadsAPart, ReadTwice],
+    [HalfAdded, Dropped, NormAfter, FromTheNorm, WithParameter, ReadsAPart, Interleaved],
 )
 def test_blocks_that_compute_something_else_are_left(block: Callable[[], nn.Module]) -> None:
     report = assert_same_training(block)
@@ -229,8 +260,137 @@ class Checkpointed(Block):
         return self.drop(self.mix(self.n1(x)))  # type: ignore[no-any-return]
 
 
+class Instance(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = lambda x: 2 * Block.forward(self, x)  # type: ignore[method-assign]
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.mix(self.n1(x)))
+        x += self.ffn(self.n2(x))
+        return x
+
+
+class TwoOutputs(Block):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        (HalfAdded, NOT_A_SUM),
+        (Checkpointed, "it recomputes activations"),
+        (Instance, "its forward is not that of its class"),
+        (TwoOutputs, NOT_A_SUM),
+        (InPlace, NOT_A_SUM),
+        (WithParameter, NOT_A_SUM),
+    ],
+)
+def test_the_reason_why_a_block_is_left(block: Callable[[], nn.Module], reason: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(block(), nn.Identity())
+    state = torch.random.get_rng_state()
+    report = stepscope.accelerate(model)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert [left for left in report.left if left.piece == PIECE] == [Left(PIECE, "0", reason)]
+
+
 def test_a_block_that_recomputes_activations_is_left() -> None:
     assert PIECE not in assert_same_training(Checkpointed).replaced
+
+
+class Conditional(nn.Module):
+    """Reads arguments: the class of one, the identity of two others; passes on two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n1, self.mix = nn.LayerNorm(WIDTH), Mixer()
+        self.n2, self.ffn = nn.LayerNorm(WIDTH), Plain()
+
+    def forward(
+        self,
+        x: Tensor,
+        kind: Any = None,
+        factor: float | None = None,
+        doubled: bool | None = False,
+        *,
+        scale: Any = None,
+        twice: bool = False,
+    ) -> Tensor:
+        x = x + self.mix(self.n1(x), scale, twice=twice)
+        if isinstance(kind, str) or factor is not None or doubled is True:
+            x = 2 * x
+        out: Tensor = x + self.ffn(self.n2(x))
+        return out
+
+
+@pytest.mark.parametrize(
+    "given", [{"kind": "text"}, {"factor": 2.0}, {"doubled": True}], ids=lambda given: str(given)
+)
+def test_arguments_that_a_block_reads(given: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    block, x = Conditional(), torch.randn(2, 3, WIDTH)
+    report = stepscope.accelerate(block)
+    calls = (given, {"scale": torch.tensor(0.5)}, given, {"twice": True}, given | {"twice": True})
+    for number, one in enumerate(calls):
+        actual, expected = block(x, **one), Conditional.forward(block, x, **one)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        if number == 0:
+            (name,) = given
+            reason = f"its argument {name} has another value"
+            assert [left for left in report.left if left.piece == PIECE] == [
+                Left(PIECE, "", reason)
+            ]
+    assert report.replaced[PIECE] == [""]
+
+
+class Crossed(Block):
+    """Has cross-attention if there is something to attend to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n3, self.cross = nn.LayerNorm(WIDTH), Mixer()
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        x = x + self.drop(self.mix(self.n1(x)))
+        if memory is not None:
+            x = x + self.cross(self.n3(x), memory)
+        return x + self.ffn(self.n2(x))  # type: ignore[no-any-return]
+
+
+def test_an_argument_that_decides_whether_a_part_runs() -> None:
+    torch.manual_seed(0)
+    block, x, memory = Crossed(), torch.randn(2, 3, WIDTH), torch.tensor(0.5)
+    block.drop.p = 0.0
+    report = stepscope.accelerate(block)
+    for given in ([memory], [], [memory], [None]):
+        expected = Crossed.forward(block, x, *given)
+        torch.testing.assert_close(block(x, *given), expected, rtol=1e-4, atol=1e-5)
+    assert report.replaced[PIECE] == [""]
+
+
+def test_equal_blocks_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scaled(Block):
+        factor = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.factor * self.drop(self.mix(self.n1(x)))
+            return x + self.ffn(self.n2(x))  # type: ignore[no-any-return]
+
+    seen = []
+    monkeypatch.setattr(
+        residual_block, "layout_of", lambda *one: (seen.append(one[0]), layout_of(*one))[1]
+    )
+    model = nn.Sequential(*(Scaled() for _ in range(6)))
+    for number, block in enumerate(model):
+        block.layer_idx = number  # type: ignore[assignment]
+    model[4].factor = 2.0
+    report = stepscope.accelerate(model)
+    assert seen == [model[0], model[4]]
+    assert report.replaced[PIECE] == ["0", "1", "2", "3", "5"]
 
 
 def test_hooks_leave_a_block() -> None:

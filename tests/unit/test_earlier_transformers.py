@@ -252,12 +252,32 @@ def test_weights_that_a_call_asks_for(block: type[nn.Module], adds: list[str]) -
     assert report.replaced[BLOCK] == ["layers.0", "layers.1"]
 
 
-def test_weights_that_the_first_call_asks_for() -> None:
-    plain, fused = created(Sequential)
+@FORMS
+def test_weights_that_the_first_call_asks_for(block: type[nn.Module], adds: list[str]) -> None:
+    plain, fused = created(block)
     report = stepscope.accelerate(fused)
-    for asked in (True, False):
-        assert_same(plain, fused, output_attentions=asked)
-    assert {left.piece for left in report.left} >= {BLOCK}
+    assert_same(plain, fused, output_attentions=True)
+    assert adds == []
+    assert {left.reason for left in report.left if left.piece == BLOCK} == {
+        "its argument output_attentions has another value"
+    }
+    assert_same(plain, fused)
+    adds.clear()
+    assert_same(plain, fused, 1)
+    assert adds == fused_adds(block)
+
+
+def test_another_kind_of_positions_later(adds: list[str]) -> None:
+    """The block reads it from its attention."""
+    plain, fused = created(TwoPositions)
+    report = stepscope.accelerate(fused)
+    assert_same(plain, fused)
+    for one in (plain, fused):
+        one.layers[1].self_attn.is_sliding = True  # type: ignore[union-attr]
+    adds.clear()
+    assert_same(plain, fused)
+    assert adds.count("within") == 3
+    assert report.replaced[BLOCK] == ["layers.0", "layers.1"]
 
 
 def test_another_flag_that_adds_no_output(adds: list[str]) -> None:

@@ -31,6 +31,9 @@ class Patch:
     """A replacement in its module. Its first call with gradients compares it with the original, in
     training and in evaluation mode."""
 
+    _comparisons = 0
+    """Of all patches, in progress."""
+
     def __init__(
         self,
         replacement: Replacement,
@@ -44,7 +47,7 @@ class Patch:
         self._alike = alike or Alike()
         self._checked_modes = {True, False} if checked else set()
         self._on_difference = on_difference
-        self._declined, self._is_used = "", False
+        self._declined, self._is_used, self._is_called = "", False, False
         self._in_tuple: dict[frozenset[object], bool] = {}
         """Whether the original returns a tuple of one output, by the flags of a call: they may ask
         for others. Empty unless it did in the call that was compared."""
@@ -71,13 +74,12 @@ class Patch:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
         if reason := self._declines(args, kwargs):
-            # The first reason: a comparison of a module that contains this one exchanges weights.
-            self._declined = self._declined or reason
+            self._record(reason)
             return (self._observed if self._in_tuple else self._original)(*args, **kwargs)
-        self._is_used = True
         if compiles_only():
             self._alike.compiled.add(type(module))
             return self._replaced(*args, **kwargs)
+        self._record("")
         if module.training not in self._checked_modes:
             if self._copies is not None and self._copies.suspends_fp8:
                 # A module that contains this one is compared. This one is once FP8 is back.
@@ -85,6 +87,16 @@ class Patch:
             self._check(args, kwargs)
             return module.forward(*args, **kwargs)
         return self._replaced(*args, **kwargs)
+
+    def _record(self, declined: str) -> None:
+        """Note whether the original runs in a call. Those in comparisons of a module that contains
+        this one have other weights, and no cache: they count until the model calls this one."""
+        if Patch._comparisons and self._is_called:
+            return
+        if not Patch._comparisons and not self._is_called:
+            self._declined, self._is_used, self._is_called = "", False, True
+        self._declined = self._declined or declined
+        self._is_used = self._is_used or not declined
 
     def _declines(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return why the original runs in a call with these arguments; empty if it does not."""
@@ -108,10 +120,13 @@ class Patch:
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         module = self.replacement.module
         self._checked_modes.add(module.training)
+        Patch._comparisons += 1
         try:
             why = _not_comparable(module) or self._difference(args, kwargs)
         except torch.OutOfMemoryError:
             why = "there is not enough memory to compare it with the original"
+        finally:
+            Patch._comparisons -= 1
         if why:
             self.undo()
             self._on_difference(self, why)

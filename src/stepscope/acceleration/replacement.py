@@ -46,7 +46,7 @@ def has_hooks(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-    ) or hasattr(module, "parametrizations")
+    ) or ("parametrizations" in module._modules)
 
 
 def is_linear(module: object) -> bool:
@@ -92,9 +92,10 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in _OF_THE_LAYER and isinstance(value, bool | int | float | str)
+        if isinstance(value, _SETTINGS) and name not in _OF_THE_LAYER
     }
 
 
+_SETTINGS = (bool, int, float, str)
 _OF_THE_LAYER = ("layer_idx", "training")
 """Settings that differ between equal modules."""

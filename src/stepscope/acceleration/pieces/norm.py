@@ -215,18 +215,23 @@ def matched_norms(model: nn.Module, copies: WeightCopies) -> dict[nn.Module, Nor
     }
 
 
+def is_called_norm(module: nn.Module) -> bool:
+    """Return whether a module has the name of a norm over the last dimension."""
+    kind = type(module).__name__.lower()
+    return "norm" in kind and not any(other in kind for other in _OTHER_NORMS)
+
+
 def _may_be_norm(module: nn.Module) -> bool:
+    if not is_called_norm(module):
+        return False
     parameters = dict(module.named_parameters())
     weight = parameters.get("weight")
-    kind = type(module).__name__.lower()
     return (
         parameters.keys() <= {"weight", "bias"}
         and weight is not None
         and weight.dim() == 1
         and weight.shape[0] <= MAX_COLUMNS
         and not any(True for _ in module.children())
-        and "norm" in kind
-        and not any(other in kind for other in _OTHER_NORMS)
     )
 
 

@@ -1,12 +1,10 @@
 """Blocks with residual adds: each add and the norm after it in one kernel, also from one block to
 the next and to the norm after the last one, and norms in the dtype of the matmuls that read them.
 
-A pre-norm block is recognized by the names of its parts (`LAYOUTS`): decoders of Hugging Face with
-RMSNorm or LayerNorm, GPT-2 and nanoGPT, GPT-NeoX, Phi, the ViTs of transformers and timm. It calls
-attention with its own arguments by name, and returns its output in a tuple if the original does
-(`Patch`). Blocks with other names are recognized by how they call their parts (`layout_of`). Layers
-of `nn.Transformer` may be post-norm, and have an MLP that is no module of its own; so are the parts
-of BERT, a linear layer and the norm of its sum with the residual.
+A pre-norm block is recognized by how it calls its parts (`layout_of`); it returns its output in a
+tuple if the original does (`Patch`). Layers of `nn.Transformer` may be post-norm, and have an MLP
+that is no module of its own; the parts of BERT are post-norm, too: a linear layer and the norm of
+its sum with the residual.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stepscope.acceleration.pieces.block_layout import Layout, layout_of
+from stepscope.acceleration.pieces.block_layout import CONSTANTS, Layout, layout_of
 from stepscope.acceleration.pieces.mlp import activation_name
-from stepscope.acceleration.pieces.norm import Norm, Sum
+from stepscope.acceleration.pieces.norm import Norm, Sum, is_called_norm
 from stepscope.acceleration.replacement import (
     Found,
     Left,
@@ -43,69 +41,12 @@ class Sublayer(NamedTuple):
 
     norm: str
     call: Callable[[Any, Tensor, dict[str, Any]], Any]
-    parts: tuple[str, ...] = ()
-    """The modules that it calls."""
+    parallel: bool = False
+    """True if it reads the same tensor as the branch before."""
     ff_dropout: str = ""
     """The last dropout of the MLP of a layer of `nn.Transformer`."""
 
 
-def _attention(norm: str, *parts: str) -> Sublayer:
-    """Return a sublayer of modules in a row; the first one gets the arguments of the block. Others
-    are dropout, layer scale, stochastic depth or another norm."""
-
-    def call(module: Any, read: Tensor, given: dict[str, Any]) -> Any:
-        first = getattr(module, parts[0])
-        output = first(read, **_with_own_positions(first, given))
-        branch = output[0] if isinstance(output, tuple) else output
-        for name in parts[1:]:
-            branch = getattr(module, name)(branch)
-        return branch
-
-    return Sublayer(norm, call, parts)
-
-
-def _mlp(norm: str, *parts: str) -> Sublayer:
-    call = _attention(norm, *parts).call
-    return Sublayer(norm, lambda module, read, _: call(module, read, {}), parts)
-
-
-def _with_own_positions(attention: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with the rotary positions of one kind of attention, where a block gets
-    those of full attention and of sliding windows."""
-    if not given.keys() >= _BOTH_POSITIONS:
-        return given
-    kind = "local" if getattr(attention, "is_sliding", False) else "global"
-    others = {name: one for name, one in given.items() if name not in _BOTH_POSITIONS}
-    return others | {_POSITIONS: given[f"{_POSITIONS}_{kind}"]}
-
-
-_POSITIONS = "position_embeddings"
-_BOTH_POSITIONS = {f"{_POSITIONS}_global", f"{_POSITIONS}_local"}
-_FIRST, _SECOND = "input_layernorm", "post_attention_layernorm"
-LAYOUTS = (
-    (_attention(_FIRST, "self_attn"), _mlp(_SECOND, "mlp")),
-    (
-        _attention(_FIRST, "self_attn", _SECOND),
-        _mlp("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
-    ),
-    (_attention(_FIRST, "self_attn", "resid_dropout"), _mlp(_FIRST, "mlp", "resid_dropout")),
-    (_attention(_FIRST, "self_attn"), _mlp(_SECOND, "mlp", "dropout")),
-    (
-        _attention(_FIRST, "self_attn", "resid_attn_dropout"),
-        _mlp(_SECOND, "mlp", "resid_mlp_dropout"),
-    ),
-    (
-        _attention(_FIRST, "attention", "post_attention_dropout"),
-        _mlp(_SECOND, "mlp", "post_mlp_dropout"),
-    ),
-    (_attention("ln_1", "attn"), _mlp("ln_2", "mlp")),
-    (_attention("norm1", "attn", "ls1", "drop_path1"), _mlp("norm2", "mlp", "ls2", "drop_path2")),
-    (
-        _attention("layernorm_before", "attention", "dropout"),
-        _mlp("layernorm_after", "mlp", "dropout"),
-    ),
-)
-"""Pre-norm blocks. Sublayers with the same norm are parallel."""
 _OF_TORCH: dict[type[nn.Module], tuple[Sublayer, ...]] = {
     nn.TransformerEncoderLayer: (
         Sublayer(
@@ -137,57 +78,65 @@ _OF_TORCH: dict[type[nn.Module], tuple[Sublayer, ...]] = {
     ),
 }
 _POST_NORM = {"dense", "LayerNorm", "dropout"}
+_OF_MODULES = vars(nn.Module()).keys()
 
 
 def find(model: nn.Module, norms: dict[nn.Module, Norm], copies: WeightCopies) -> Found:
     replacements, left = [], []
+    layouts: dict[object, Layout | str] = {}
     for name, module in model.named_modules():
-        parts = {name for name, _ in module.named_children()}
-        sublayers = _sublayers(module, parts)
-        if sublayers is None:
-            replacements += _traced(name, module, norms)
-            continue
-        used = {one.norm for one in sublayers}
-        other = parts - used.union(*(one.parts for one in sublayers))
-        if any(map(has_hooks, module.modules())):
-            left.append(Left(PIECE, name, "it has hooks"))
-        elif sublayers[0].parts and other:
-            left.append(Left(PIECE, name, f"it has other parts: {', '.join(sorted(other))}"))
-        elif any(getattr(module, norm) not in norms for norm in used):
-            left.append(Left(PIECE, name, "its norms compute something else or are excluded"))
-        else:
-            kind = _PostNorm if parts == _POST_NORM else _Block
-            with_mlp = [_with_mlp(one, module, copies) for one in sublayers]
-            block = kind(module, with_mlp, norms)
+        block = _fused(module, norms, copies, layouts)
+        if isinstance(block, _Block):
             replacements.append(Replacement(PIECE, name, module, block.forward, block.declines))
+        elif block:
+            left.append(Left(PIECE, name, block))
     return replacements, left
 
 
-def _sublayers(module: nn.Module, parts: set[str]) -> tuple[Sublayer, ...] | None:
-    """Return the sublayers of a block; None if this is not one."""
-    for kind, sublayers in _OF_TORCH.items():
-        if isinstance(module, kind):
-            return sublayers
-    if parts == _POST_NORM:
-        return (_mlp("LayerNorm", "dense", "dropout"),)
-    found = []
-    for sublayers in LAYOUTS:
-        names = {name for one in sublayers for name in (one.norm, *one.parts)}
-        if names <= parts:
-            found.append((len(names), sublayers))
-    return max(found, key=lambda one: one[0], default=(0, None))[1]
-
-
-def _traced(name: str, module: nn.Module, norms: dict[nn.Module, Norm]) -> list[Replacement]:
-    """Return the replacement of a block with other names of its parts; none if it is no block."""
-    own = [name for name, child in module.named_children() if child in norms]
+def _fused(
+    module: nn.Module,
+    norms: dict[nn.Module, Norm],
+    copies: WeightCopies,
+    layouts: dict[object, Layout | str],
+) -> _Block | str:
+    """Return the fused form of a block, or why it stays; empty if this is not one."""
+    of_torch = next((some for kind, some in _OF_TORCH.items() if isinstance(module, kind)), ())
+    is_post_norm = {name for name, _ in module.named_children()} == _POST_NORM
+    layout: Layout | str = ""
+    if of_torch:
+        sublayers = [_with_mlp(one, module, copies) for one in of_torch]
+    elif is_post_norm:
+        sublayers = [Sublayer("LayerNorm", lambda module, x, _: module.dropout(module.dense(x)))]
+    else:
+        layout = _layout(module, layouts)
+        if isinstance(layout, str):
+            return layout
+        sublayers = [Sublayer(one.norm, one.call, one.parallel) for one in layout.branches]
     if any(map(has_hooks, module.modules())):
-        return []
-    layout = layout_of(module, own)
-    if layout is None:
-        return []
-    block = _Traced(module, layout, norms)
-    return [Replacement(PIECE, name, module, block.forward, block.declines)]
+        return "it has hooks"
+    if any(getattr(module, one.norm) not in norms for one in sublayers):
+        return "its norms compute something else or are excluded"
+    if isinstance(layout, Layout):
+        return _Traced(module, sublayers, norms, layout)
+    return (_PostNorm if is_post_norm else _OfTorch)(module, sublayers, norms)
+
+
+def _layout(module: nn.Module, known: dict[object, Layout | str]) -> Layout | str:
+    """Return the layout of a module, that of an equal one if there was one before."""
+    parts = dict(module.named_children())
+    norms = [name for name, part in parts.items() if is_called_norm(part)]
+    if not norms or len(norms) == len(parts):
+        return ""
+    own = {name: one for name, one in vars(module).items() if name not in _OF_MODULES}
+    others = {name: id(one) for name, one in own.items() if not isinstance(one, CONSTANTS)}
+    key = (
+        type(module),
+        frozenset((settings_of(module) | others).items()),
+        tuple((name, type(one), *settings_of(one).items()) for name, one in parts.items()),
+    )
+    if key not in known:
+        known[key] = layout_of(module, norms)
+    return known[key]
 
 
 def _with_mlp(sublayer: Sublayer, module: Any, copies: WeightCopies) -> Sublayer:
@@ -230,67 +179,75 @@ class _Block:
     def __init__(
         self, module: Any, sublayers: Sequence[Sublayer], norms: dict[nn.Module, Norm]
     ) -> None:
-        self._calls = [one.call for one in sublayers]
+        self._sublayers = sublayers
         self._norms = [norms[getattr(module, one.norm)] for one in sublayers]
         self._sum = Sum()
         parameters = inspect.signature(module.forward).parameters.values()
         named = [p for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
         self._names = [p.name for p in named] or [""]
-        self._defaults = {p.name: p.default for p in named if p.default is not p.empty}
+        self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
 
     def declines(self, module: Any, *args: Any, **kwargs: Any) -> str:
-        """Return why the original runs. Cross-attention of GPT-2 is another block."""
+        """Return why the original runs."""
         del module
-        x, given = self._given(args, kwargs)
-        if not isinstance(x, Tensor) or len(args) > len(self._names):
+        if not isinstance(self._given(args, kwargs)[0], Tensor) or len(args) > len(self._names):
             return "its input is not a tensor"
-        if any(name.startswith("encoder_") and one is not None for name, one in given.items()):
-            return "it has cross-attention"
         if not all(norm.is_dense and not has_hooks(norm.module) for norm in self._norms):
             return "its norms are sharded or have hooks"
         return ""
 
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        x, given = self._given(args, kwargs)
-        given = {name: one for name, one in given.items() if not name.startswith("encoder_")}
-        return self._run(module, x, given)
+        return self._run(module, *self._given(args, kwargs))
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given = self._defaults | dict(zip(self._names, args, strict=False)) | kwargs
         return given.pop(self._names[0], None), given
 
     def _run(self, module: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
-        if not getattr(module, "norm_first", True):
-            for norm, call in zip(self._norms, self._calls, strict=True):
-                x = _norm_of_sum(norm, x, call(module, x, given))
-            return x
         dtype, first = matmul_dtype(x), self._norms[0]
         x, read = first.read(x, dtype)
-        branch = self._calls[0](module, read, given)
-        parallel = getattr(module, "use_parallel_residual", False)
-        for norm, call in zip(self._norms[1:], self._calls[1:], strict=True):
-            if norm is not first:
-                x, read = norm.of_sum(x, None if parallel else branch, dtype)
-            added = call(module, read, given)
-            branch = added + branch if parallel or norm is first else added
+        reads, branch = {first: read}, None
+        for norm, sublayer in zip(self._norms, self._sublayers, strict=True):
+            if branch is not None and not sublayer.parallel:
+                x, read = norm.of_sum(x, branch, dtype)
+                reads, branch = {norm: read}, None
+            elif norm not in reads:
+                x, reads[norm] = norm.of_sum(x, None, dtype)
+            added = sublayer.call(module, reads[norm], given)
+            branch = added if branch is None else added + branch
+        assert branch is not None
         return self._sum(x, branch)
 
 
 class _Traced(_Block):
     """The fused forward of a block that is recognized by how it calls its parts."""
 
-    def __init__(self, module: Any, layout: Layout, norms: dict[nn.Module, Norm]) -> None:
-        sublayers = [Sublayer(one.norm, one.call, one.parts) for one in layout.branches]
+    def __init__(
+        self,
+        module: Any,
+        sublayers: Sequence[Sublayer],
+        norms: dict[nn.Module, Norm],
+        layout: Layout,
+    ) -> None:
         super().__init__(module, sublayers, norms)
-        self._flags, self._settings = layout.flags, settings_of(module)
+        self._layout, self._settings = layout, settings_of(module)
 
     def declines(self, module: Any, *args: Any, **kwargs: Any) -> str:
-        given = self._given(args, kwargs)[1]
-        if any(given[name] != value for name, value in self._flags.items()):
-            return "its flags have other values"
         if settings_of(module) != self._settings:
             return "its settings have changed"
-        return super().declines(module, *args, **kwargs)
+        differs = self._layout.differs(module, self._given(args, kwargs)[1])
+        return differs or super().declines(module, *args, **kwargs)
+
+
+class _OfTorch(_Block):
+    """The fused forward of a layer of `nn.Transformer`."""
+
+    def _run(self, module: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
+        if module.norm_first:
+            return super()._run(module, x, given)
+        for norm, sublayer in zip(self._norms, self._sublayers, strict=True):
+            x = _norm_of_sum(norm, x, sublayer.call(module, x, given))
+        return x
 
 
 class _PostNorm(_Block):
@@ -303,7 +260,7 @@ class _PostNorm(_Block):
 
     def _run(self, module: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
         (residual,) = given.values()
-        return _norm_of_sum(self._norms[0], residual, self._calls[0](module, x, {}))
+        return _norm_of_sum(self._norms[0], residual, self._sublayers[0].call(module, x, {}))
 
 
 def _norm_of_sum(norm: Norm, x: Tensor, branch: Tensor) -> Tensor:
