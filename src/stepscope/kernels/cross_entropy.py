@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels import naive_cross_entropy as plain_cross_entropy
+from stepscope.kernels.autotune import autotuning
 from stepscope.kernels.launch import kernels_take
 from stepscope.kernels.loss_chunks import matmul_columns, padded_columns, rows_per_chunk
 from stepscope.kernels.matmul import add_matmul, matmul_into, matmul_to_dtype
@@ -99,7 +100,8 @@ def linear_cross_entropy(
             return outputs[0]
         narrow = None if copies is None else copies.narrow_padded(weight, compute)
         kind = (weight.device, weight.shape, weight.dtype, x.dtype, compute, bias is None)
-        if kind not in _compiled:
+        # GEMMs that are autotuned would be timed with zeros.
+        if kind not in _compiled and kernels_take(flat) and not autotuning():
             _compiled.add(kind)
             compile_kernels(partial(_differentiated, *arguments, narrow, bias))
         loss: Tensor = _LinearCrossEntropy.apply(*arguments, narrow, bias)  # type: ignore[no-untyped-call]

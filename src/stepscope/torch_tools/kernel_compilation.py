@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from stepscope.torch_tools.triton_available import HAS_TRITON, is_interpreted
@@ -71,6 +72,9 @@ def compile_kernels(function: Callable[[], object]) -> None:
         _without_launches(),
         # In this thread, and not in that of the device.
         torch.autograd.set_multithreading_enabled(False),
+        # Modes and hooks of the caller do not see it: they count operators and saved tensors.
+        saved_tensors_hooks(Tensor.detach, lambda saved: saved),
+        _disable_current_modes(),
         _Zeros(),  # type: ignore[no-untyped-call]
         # The first call that launches raises it again.
         suppress(Exception),
