@@ -166,7 +166,7 @@ PIECES = {
     "own classes": {"residual block", "RMSNorm", "gated MLP", "head and loss", "embedding"},
     "own attention": {
         "residual block", "RMSNorm", "gated MLP", "head and loss", "embedding", "attention kernel",
-        "linear",
+        "rotary positions", "linear",
     },
 }  # fmt: skip
 
