@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,23 +217,103 @@ def test_a_buffer_that_is_changed_in_place() -> None:
 
 
 def test_a_mask_is_a_constant_until_it_is_written() -> None:
-    known = constants.Constants([])
+    call = constants.MasksOfCall(constants.KnownMasks(), [])
 
     def noted(function: Any, *args: Any) -> Tensor:
         out: Tensor = function(*args)
-        known.note(function, args, {}, out)
+        call.note(function, args, {}, out)
         return out
 
     mask = noted(torch.tril, noted(torch.ones, 4, 4))
     again = noted(torch.tril, noted(torch.ones, 4, 4))
-    assert constants.computed_as(mask) == constants.computed_as(again) is not None
-    assert constants.computed_as(mask) != constants.computed_as(noted(torch.tril, mask, -1))
+    assert call.computed_as(mask) == call.computed_as(again) is not None
+    assert call.computed_as(mask) != call.computed_as(noted(torch.tril, mask, -1))
     mask[0, 1] = 1
-    assert constants.computed_as(mask) is None
-    assert constants.computed_as(noted(torch.triu, mask)) is None
-    assert constants.computed_as(noted(torch.rand, 4, 4)) is None
+    assert call.computed_as(mask) is None
+    assert call.computed_as(noted(torch.triu, mask)) is None
+    assert call.computed_as(noted(torch.rand, 4, 4)) is None
     random = torch.rand(4, 4) > 0.5
-    assert constants.computed_as(noted(torch.masked_fill, again, random, 0.0)) is None
+    assert call.computed_as(noted(torch.masked_fill, again, random, 0.0)) is None
+
+
+class CachedMaskAttention(Attention):
+    """Keeps the mask of the last length, and its weights."""
+
+    kept: Tensor | None = None
+    weights: Any = None
+
+    def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
+        if self.kept is None or self.kept.shape[-1] != x.shape[1]:
+            self.kept = of_a_buffer(self, x.shape[1])
+        return super().forward(x, self.kept if visible is None else visible)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        scores = (q @ k.transpose(-2, -1) / 3.0).masked_fill(~visible, torch.finfo(q.dtype).min)
+        self.weights = scores.softmax(-1)
+        return self.weights @ v
+
+
+def test_a_mask_that_is_kept_and_copies_of_its_model(tmp_path: Path) -> None:
+    model, plain = model_of(CachedMaskAttention), model_of(CachedMaskAttention)
+    report = stepscope.accelerate(model)
+    for length in (LENGTH, 7, LENGTH, 9):
+        assert_same(model, plain, length=length)
+    assert replaced(report)
+    # Weights that a module keeps are tensors.
+    weights = [one.get_submodule("attn").weights for one in (model, plain)]
+    assert isinstance(weights[0], Tensor)
+    torch.testing.assert_close(*weights)
+    for one in (model, plain):
+        one.get_submodule("attn").weights = None
+    for _ in range(8):
+        assert_same(copy.deepcopy(model), plain, length=9)
+    torch.save(model, tmp_path / "model.pt")
+    assert_same(torch.load(tmp_path / "model.pt", weights_only=False), plain, length=9)
+
+
+def test_rows_without_a_visible_key() -> None:
+    """Naive attention of such a row is uniform over all keys."""
+    model, plain = model_of(CachedMaskAttention), model_of(CachedMaskAttention)
+    report = stepscope.accelerate(model)
+    assert_same(model, plain)
+    padded = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    padded[0, :, :, :4] = False
+    assert_same(model, plain, visible=padded)
+    assert replaced(report)
+
+
+def test_a_bias_that_is_learned_later() -> None:
+    class BiasedAttention(CachedMaskAttention):
+        def __init__(self) -> None:
+            super().__init__()
+            hidden = torch.ones(LENGTH, LENGTH).triu(1) * -1e9
+            self.bias = nn.Parameter(hidden, requires_grad=False)
+
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+            del visible
+            return (q @ k.transpose(-2, -1) + self.bias).softmax(-1) @ v
+
+    model, plain = model_of(BiasedAttention), model_of(BiasedAttention)
+    report = stepscope.accelerate(model)
+    x = torch.randn(2, LENGTH, WIDTH)
+    for learned in (False, True):
+        gradients = []
+        for one in (model, plain):
+            one.zero_grad()
+            one.get_submodule("attn").bias.requires_grad_(learned)
+            one(x).square().sum().backward()
+            gradients.append([p.grad for p in one.parameters()])
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+    assert replaced(report)
+
+
+def test_transforms_run_the_original() -> None:
+    model, plain = model_of(), model_of()
+    stepscope.accelerate(model)
+    x = torch.randn(3, 2, LENGTH, WIDTH)
+    with torch.enable_grad():
+        results_ = [torch.func.vmap(one)(x) for one in (model, plain)]
+    torch.testing.assert_close(*results_)
 
 
 @pytest.mark.parametrize("kind", [Attention, SdpaAttention])

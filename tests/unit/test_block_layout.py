@@ -224,6 +224,18 @@ class Interleaved(Block):
         return x + self.drop(mixed) + wide  # type: ignore[no-any-return]
 
 
+class Clamped(Block):
+    """Has no effect on small values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-1e4, 1e4)
+
+
+class ReadsItsLargest(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.abs().max() < 1e4 else x
+
+
 class WithBuffer(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +248,17 @@ class WithBuffer(Block):
 
 @pytest.mark.parametrize(
     "block",
-    [HalfAdded, Dropped, NormAfter, FromTheNorm, WithParameter, ReadsAPart, Interleaved],
+    [
+        HalfAdded,
+        Clamped,
+        ReadsItsLargest,
+        Dropped,
+        NormAfter,
+        FromTheNorm,
+        WithParameter,
+        ReadsAPart,
+        Interleaved,
+    ],
 )
 def test_blocks_that_compute_something_else_are_left(block: Callable[[], nn.Module]) -> None:
     report = assert_same_training(block)

@@ -20,6 +20,7 @@ from stepscope.acceleration.checks import Alike, compile_replacement, difference
 from stepscope.acceleration.replacement import Replacement, has_hooks
 from stepscope.errors import UsageError
 from stepscope.kernels.weight_copies import WeightCopies
+from stepscope.torch_tools.derivatives import transforms_active
 from stepscope.torch_tools.kernel_compilation import compiles_only
 
 FP8_TOLERANCE = 0.2
@@ -71,7 +72,7 @@ class Patch:
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module is not self.replacement.module:
             return type(module).forward(module, *args, **kwargs)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or transforms_active():
             return self._original(*args, **kwargs)
         if reason := self._declines(args, kwargs):
             self._record(reason)

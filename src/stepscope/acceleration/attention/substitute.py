@@ -113,8 +113,9 @@ _CAST = {torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.float}
 class fused_attention(TorchFunctionMode):  # noqa: N801
     """Mode that replaces naive attention by a fused kernel; `substituted` counts replacements."""
 
-    drops = True
-    """Whether attention with dropout is replaced: the kernel draws other random numbers."""
+    exact = False
+    """Whether only attention without dropout, whose random numbers would be others, is replaced,
+    and with no mask but a causal one: rows without a visible key have other gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,13 +136,12 @@ class fused_attention(TorchFunctionMode):  # noqa: N801
         kwargs = keywords or {}
         if self._registered and writes(function, kwargs):
             self._compute_readers_of(tree_leaves((arguments[:1], kwargs)))
-        operands, order = arguments, None
-        if function is torch.einsum:
-            operands, order = as_matmul(arguments) or ((), None)
-        elif function not in MATMULS:
-            operands = ()
-        if not kwargs and order is None and can_be_deferred(operands):
-            return DeferredMatmul(operands[0], operands[1], self)
+        if function is torch.einsum or function in MATMULS:
+            operands, order = arguments, None
+            if function is torch.einsum:
+                operands, order = as_matmul(arguments) or ((), None)
+            if not kwargs and order is None and can_be_deferred(operands):
+                return DeferredMatmul(operands[0], operands[1], self)
         return function(*arguments, **kwargs)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -429,9 +429,11 @@ class DeferredMatmul(Deferred):
         values."""
         if not self._has_softmax or not can_be_deferred((self._keys, values)):
             return False
-        if self.dropout and not self._within.drops:
+        if self.dropout and self._within.exact:
             self._within.drops_weights = True
             return False
+        if (self.masked or self.added) and self._within.exact:
+            return self.is_causal
         return masks_like_naive(self.masked, matmul_dtype(self._queries)) or self.is_causal
 
     def _with_values(self, values: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,9 @@
 positions or norms of q and k.
 
 The forward of the module runs as it is. Within it, naive attention (`attention/substitute.py`) and
-calls of `scaled_dot_product_attention` use the fastest attention kernel; projections stay, and
-rotary positions in a module are a piece of their own. With a mask that is not causal the kernel is
-torch's. A module without such attention, or with dropout of the weights, is left.
+calls of `scaled_dot_product_attention` use the fastest attention kernel; projections stay. With a
+mask that is not causal, or dropout of the weights, the original operations run. A module without
+such attention is left.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepscope.acceleration.attention.constants import Constants, KnownMasks
-from stepscope.acceleration.attention.deferred import materialized
+from stepscope.acceleration.attention.constants import KnownMasks, MasksOfCall
+from stepscope.acceleration.attention.deferred import Deferred, materialized
 from stepscope.acceleration.attention.substitute import fused_attention
 from stepscope.acceleration.checks import NotReplacedError
 from stepscope.acceleration.replacement import Found, Left, Replacement, has_hooks
@@ -53,9 +53,13 @@ class _Attention:
         self._is_known = False
 
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        kernels = _Kernels(self._masks, Constants(module.buffers()))
+        kernels = _Kernels(MasksOfCall(self._masks, module.buffers()))
         with kernels:
             out = materialized((self._original(*args, **kwargs),))[0]
+        for name, value in vars(module).items():
+            if isinstance(value, Deferred):
+                # Attention weights that it keeps.
+                setattr(module, name, value.materialize())
         if not kernels.substituted and not self._is_known:
             # Its first call is the comparison with the original.
             raise NotReplacedError(_DROPS if kernels.drops_weights else _UNKNOWN)
@@ -66,12 +70,11 @@ class _Attention:
 class _Kernels(fused_attention):
     """Attention by the fastest kernel, with the results of the original."""
 
-    drops = False
+    exact = True
 
-    def __init__(self, masks: KnownMasks, constants: Constants) -> None:
+    def __init__(self, masks: MasksOfCall) -> None:
         super().__init__()
-        self.masks: KnownMasks = masks
-        self._constants = constants
+        self.masks: MasksOfCall = masks
 
     def __torch_function__(
         self,
@@ -83,7 +86,7 @@ class _Kernels(fused_attention):
         if function is _SDPA:
             return self._sdpa(*materialized(arguments), **materialized(keywords or {}))
         result = super().__torch_function__(function, types, arguments, keywords)
-        self._constants.note(function, arguments, keywords or {}, result)
+        self.masks.note(function, arguments, keywords or {}, result)
         return result
 
     def _sdpa(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -105,8 +108,6 @@ class _Kernels(fused_attention):
         return self.masks.causal_together((), (mask,))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        if options["attn_mask"] is not None:
-            return super().attend(q, k, v, **options)
         return _attend(q, k, v, options["is_causal"], options["scale"], grouped=False)
 
 

@@ -10,11 +10,14 @@ that it reads must keep the value of the run: with another one the block may com
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from stepscope.acceleration.own_classes import copy_with
 
@@ -25,6 +28,8 @@ _EXTRA = "stepscope_extra"
 _SINGLETONS = (None, False, True)
 """A comparison with them by identity does not read a mark."""
 _SHAPE = (2, 3, 4)
+_VISIBLE = {"add", "add_", "sub", "mul", "mul_", "div", "alias", "clone"}
+"""Operators whose effect shows in the values."""
 
 
 class Marked:
@@ -148,9 +153,20 @@ class _StandIn:
         x = next(one for one in (*args, *kwargs.values()) if _is_tensor(one))
         args = tuple(Marked() if one is x else one for one in args)
         kwargs = {name: Marked() if one is x else one for name, one in kwargs.items()}
-        out = (x * self._factor).as_subclass(_Output)
+        with _disable_current_modes():
+            out = (x * self._factor).as_subclass(_Output)
         self._run.calls.append(_Call(self._name, x, out, args, kwargs))
         return out
+
+
+class _OnlyVisible(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises for every other operator: it may have no effect on a small tensor, as a clamp has
+    none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ not in _VISIBLE:
+            raise TypeError(f"the block computes {func}")
+        return func(*args, **(kwargs or {}))
 
 
 class _Run:
@@ -190,15 +206,18 @@ class _Run:
         }
         for number, (name, part) in enumerate(self._module.named_children()):
             registries["_modules"][name] = _StandIn(self, name, part, scale * (1.1 + 0.17 * number))
-        state = torch.get_rng_state()
+        state, drawn = torch.get_rng_state(), random.getstate()
         try:
             block = copy_with(self._module, **registries)
-            out = type(self._module).forward(block, self._x, **arguments)
+            with nullcontext() if tensor is not None else _OnlyVisible():  # type: ignore[no-untyped-call]
+                out = type(self._module).forward(block, self._x, **arguments)
         except Exception:
-            # It reads a parameter, or something of a part or of an argument.
+            # It reads a parameter, or something of a part or of an argument, or computes something
+            # else than sums.
             return None
-        if torch.equal(state, torch.get_rng_state()):
+        if torch.equal(state, torch.get_rng_state()) and drawn == random.getstate():
             return out
+        random.setstate(drawn)
         torch.set_rng_state(state)
         return None
 

@@ -205,6 +205,9 @@ def _matching_layout(x: Tensor, call: Call) -> _Layout | None:
     if not _is_like(out, x.shape):
         raise NotReplacedError("it does not return rotated heads")
     pairs = x.shape[-1] // 2
+    if x.dim() == 4 and x.shape[1] == 1:
+        # One head, or one token of (batch, seq, heads, d_head).
+        return None
     if pairs and _tables(_Layout(True, pairs), x, call) is None:
         raise NotReplacedError("its angles are learned, or differ between heads")
     fits = partial(_fits, x, call, heads, out)
