@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -237,10 +238,9 @@ def test_a_mask_is_a_constant_until_it_is_written() -> None:
 
 
 class CachedMaskAttention(Attention):
-    """Keeps the mask of the last length, and its weights."""
+    """Keeps the mask of the last length."""
 
     kept: Tensor | None = None
-    weights: Any = None
 
     def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
         if self.kept is None or self.kept.shape[-1] != x.shape[1]:
@@ -249,8 +249,7 @@ class CachedMaskAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
         scores = (q @ k.transpose(-2, -1) / 3.0).masked_fill(~visible, torch.finfo(q.dtype).min)
-        self.weights = scores.softmax(-1)
-        return self.weights @ v
+        return scores.softmax(-1) @ v
 
 
 def test_a_mask_that_is_kept_and_copies_of_its_model(tmp_path: Path) -> None:
@@ -259,16 +258,106 @@ def test_a_mask_that_is_kept_and_copies_of_its_model(tmp_path: Path) -> None:
     for length in (LENGTH, 7, LENGTH, 9):
         assert_same(model, plain, length=length)
     assert replaced(report)
-    # Weights that a module keeps are tensors.
-    weights = [one.get_submodule("attn").weights for one in (model, plain)]
-    assert isinstance(weights[0], Tensor)
-    torch.testing.assert_close(*weights)
-    for one in (model, plain):
-        one.get_submodule("attn").weights = None
     for _ in range(8):
         assert_same(copy.deepcopy(model), plain, length=9)
     torch.save(model, tmp_path / "model.pt")
     assert_same(torch.load(tmp_path / "model.pt", weights_only=False), plain, length=9)
+
+
+@dataclass
+class Attended:
+    out: Tensor
+    weights: Tensor
+
+
+class KeptWeightsAttention(Attention):
+    """Keeps its weights, in the first call or in all later ones."""
+
+    kept: Any = None
+    calls_before = 0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        weights = (q @ k.transpose(-2, -1) / 3.0).masked_fill(~visible, -math.inf).softmax(-1)
+        if self.calls_before <= 0:
+            self.kept = Attended(q, weights)
+        self.calls_before -= 1
+        return weights @ v
+
+
+@pytest.mark.parametrize("calls_before", [0, 2])
+def test_weights_that_are_kept_are_tensors(calls_before: int) -> None:
+    model, plain = model_of(KeptWeightsAttention), model_of(KeptWeightsAttention)
+    for one in (model, plain):
+        one.get_submodule("attn").calls_before = calls_before
+    report = stepscope.accelerate(model)
+    for _ in range(4):
+        assert_same(model, plain)
+    kept = [one.get_submodule("attn").kept.weights for one in (model, plain)]
+    assert isinstance(kept[0], Tensor)
+    torch.testing.assert_close(*kept)
+    if not calls_before:
+        reasons = [left.reason for left in report.left if left.piece == PIECE]
+        assert reasons == ["it keeps attention weights"]
+
+
+class CachedKeysAttention(Attention):
+    """Appends to the keys and values of the calls before, counts them, and logs."""
+
+    keys: Tensor | None = None
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[int] = []
+
+    def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
+        # Also in what recognizes a module by its results.
+        self.log.append(0)
+        return super().forward(x, visible)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        del visible
+        keys = k.detach() if self.keys is None else torch.cat((self.keys, k.detach()), 2)
+        self.keys = keys
+        self.calls += 1
+        self.log.append(keys.shape[2])
+        self.visible = self.visible * 0.5
+        return (q @ (k + keys.mean(2, keepdim=True)).transpose(-2, -1)).softmax(-1) @ v
+
+
+def test_the_comparison_leaves_attributes_as_they_are() -> None:
+    model, plain = model_of(CachedKeysAttention), model_of(CachedKeysAttention)
+    report = stepscope.accelerate(model)
+    for number in range(3):
+        assert_same(model, plain)
+        ours, theirs = (one.get_submodule("attn") for one in (model, plain))
+        assert ours.calls == theirs.calls == number + 1
+        assert ours.log == theirs.log
+        torch.testing.assert_close(ours.keys, theirs.keys)
+        assert torch.equal(ours.visible, theirs.visible)
+    assert replaced(report)
+
+
+class WithDropoutAttention(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        scores = (q @ k.transpose(-2, -1) / 3.0).masked_fill(~visible, -math.inf)
+        return self.drop(scores.softmax(-1)) @ v  # type: ignore[no-any-return]
+
+
+def test_hooks_that_are_added_later_run() -> None:
+    model, plain = model_of(WithDropoutAttention), model_of(WithDropoutAttention)
+    report = stepscope.accelerate(model)
+    results(model)
+    assert replaced(report)
+    seen: list[Any] = []
+    drop = model.get_submodule("attn.drop")
+    drop.register_full_backward_hook(lambda *_: seen.append(1))
+    assert_same(model, plain)
+    assert seen == [1]
 
 
 def test_rows_without_a_visible_key() -> None:

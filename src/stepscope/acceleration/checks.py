@@ -25,6 +25,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from stepscope.acceleration.own_classes import CONTAINERS
 from stepscope.kernels.autotune import autotuning
 from stepscope.torch_tools.kernel_compilation import compile_kernels
 
@@ -36,6 +37,9 @@ _ZERO = 16 * torch.finfo(torch.float32).eps
 
 _MAX_KNOWN_ERROR = 0.05
 """A larger relative error is not assumed for other layers: the gradient may have been zero."""
+
+_BOUND = {"forward", "_replicate_for_data_parallel"}
+"""Attributes that a `Patch` sets."""
 
 Forward = Callable[..., Any]
 
@@ -305,15 +309,39 @@ def was_written(x: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _preserved(module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
-    """Restore random states and buffers afterwards; keep the run apart from hooks and modes of the
-    caller: activation checkpointing counts the tensors that its segment saves."""
+    """Restore random states, buffers and attributes afterwards; keep the run apart from hooks and
+    modes of the caller: activation checkpointing counts the tensors that its segment saves."""
     tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    attributes = [_Attributes(part) for part in module.modules()]
     apart = saved_tensors_hooks(Tensor.detach, lambda saved: saved)
     with torch.random.fork_rng(devices), apart, _disable_current_modes():
         yield
+    for one in attributes:
+        one.restore()
     with torch.no_grad():
         for buffer, value in buffers:
             if not torch.equal(buffer, value):
                 buffer.copy_(value)
+
+
+class _Attributes:
+    """The attributes of a module: a forward may count its calls, or keep keys and values."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # Replacements of its parts may be undone in the run.
+        self._own = {name: value for name, value in vars(module).items() if name not in _BOUND}
+        self._contents = [
+            (value, value.copy()) for value in self._own.values() if type(value) in CONTAINERS
+        ]
+
+    def restore(self) -> None:
+        attributes = vars(self._module)
+        for name in attributes.keys() - self._own.keys() - _BOUND:
+            del attributes[name]
+        attributes.update(self._own)
+        for container, content in self._contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)

@@ -19,11 +19,15 @@ _ROWS, _COLUMNS = 5, 3
 _Comparison = Callable[[nn.Module], bool]
 
 
+CONTAINERS = (list, dict, set)
+
+
 def copy_with(module: nn.Module, **registries: dict[str, Any]) -> nn.Module:
     """Return a module in training with the attributes of this one, and other parts or parameters
-    (`_modules`, `_parameters`)."""
+    (`_modules`, `_parameters`). Containers are copied: its forward may append to them."""
     copy = nn.Module.__new__(type(module))
-    copy.__dict__.update(vars(module))
+    for name, value in vars(module).items():
+        copy.__dict__[name] = value.copy() if type(value) in CONTAINERS else value
     copy.__dict__.update(registries, training=True)
     return copy
 

@@ -156,6 +156,11 @@ class fused_attention(TorchFunctionMode):  # noqa: N801
         """Compute attention; `options` are those of `scaled_dot_product_attention`."""
         return functional.scaled_dot_product_attention(q, k, v, **options)
 
+    @property
+    def is_referenced(self) -> bool:
+        """Whether scores or weights, which are no instances of `torch.Tensor`, are in use."""
+        return any(reference() is not None for reference in self._registered)
+
     def register(self, one: DeferredMatmul) -> None:
         self._registered = [other for other in self._registered if other() is not None]
         self._registered.append(weakref.ref(one))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.acceleration.attention.constants import KnownMasks, MasksOfCall
-from stepscope.acceleration.attention.deferred import Deferred, materialized
+from stepscope.acceleration.attention.deferred import materialized
 from stepscope.acceleration.attention.substitute import fused_attention
 from stepscope.acceleration.checks import NotReplacedError
 from stepscope.acceleration.replacement import Found, Left, Replacement, has_hooks
@@ -27,6 +27,8 @@ from stepscope.attention import attention
 PIECE = "attention kernel"
 _UNKNOWN = "this form of attention is not known"
 _DROPS = "it drops attention weights"
+_HOOKS = "it has hooks"
+_KEPT = "it keeps attention weights"
 _SDPA = functional.scaled_dot_product_attention
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 """Those of SDPA that may be positional."""
@@ -39,10 +41,10 @@ def find(model: nn.Module, known: Sequence[str]) -> Found:
     for name in unrecognized_attention(model, known):
         module = model.get_submodule(name)
         if any(map(has_hooks, module.modules())):
-            left.append(Left(PIECE, name, "it has hooks"))
+            left.append(Left(PIECE, name, _HOOKS))
             continue
         fused = _Attention(module, masks)
-        replacements.append(Replacement(PIECE, name, module, fused.forward))
+        replacements.append(Replacement(PIECE, name, module, fused.forward, fused.declines))
     return replacements, left
 
 
@@ -50,19 +52,23 @@ class _Attention:
     def __init__(self, module: nn.Module, masks: KnownMasks) -> None:
         self._original = module.forward
         self._masks = masks
-        self._is_known = False
+        self._is_known = self._keeps_weights = False
+
+    def declines(self, module: nn.Module, *args: Any, **kwargs: Any) -> str:
+        del args, kwargs
+        if any(map(has_hooks, module.modules())):
+            return _HOOKS
+        return _KEPT if self._keeps_weights else ""
 
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         kernels = _Kernels(MasksOfCall(self._masks, module.buffers()))
         with kernels:
             out = materialized((self._original(*args, **kwargs),))[0]
-        for name, value in vars(module).items():
-            if isinstance(value, Deferred):
-                # Attention weights that it keeps.
-                setattr(module, name, value.materialize())
-        if not kernels.substituted and not self._is_known:
+        self._keeps_weights = kernels.is_referenced
+        if not self._is_known and (self._keeps_weights or not kernels.substituted):
             # Its first call is the comparison with the original.
-            raise NotReplacedError(_DROPS if kernels.drops_weights else _UNKNOWN)
+            why = _DROPS if kernels.drops_weights else _UNKNOWN
+            raise NotReplacedError(_KEPT if self._keeps_weights else why)
         self._is_known = True
         return out
 
