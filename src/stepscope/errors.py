@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+_NOT_ASCII_TEXT = re.compile(r"[^ -~\n]+")
 _NEAR = 0.65
 """Similarity ratio, from 0 to 1, from which one word is suggested as a correction of another."""
 
@@ -31,9 +33,17 @@ class UsageError(StepscopeError):
 def printable(text: str) -> str:
     """Escape text for a terminal: every character that could move the cursor, change a color or
     reorder the line is replaced by its JSON escape; line breaks stay."""
-    return "".join(
-        char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text
-    )
+    # Almost all text, and far faster than a regular expression.
+    if text.replace("\n", "").isprintable():
+        return text
+    return _NOT_ASCII_TEXT.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    run = found[0]
+    if run.isprintable():
+        return run
+    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in run)
 
 
 def in_one_line(text: object) -> str:
@@ -50,9 +60,15 @@ def some(names: Sequence[str], most: int = 3) -> str:
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """Create the error for an unknown name, with the nearest known name as a suggestion."""
     choices = list(known)
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=_NEAR)
-    guess = f"perhaps you meant {near[0]}; " if near else ""
-    return UsageError(f"{kind} {name!r} does not exist", f"{guess}one of: {', '.join(choices)}")
+    guess = guessed(name, choices)
+    listed = f"one of: {', '.join(choices)}"
+    return UsageError(f"{kind} {name!r} does not exist", "; ".join(filter(None, (guess, listed))))
+
+
+def guessed(name: str, known: Iterable[str]) -> str:
+    """Suggest the known name that is nearest to an unknown one; empty if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=_NEAR)
+    return f"perhaps you meant {near[0]}" if near else ""
 
 
 def no_such_file(path: str | os.PathLike[str], kind: str = "file", fix: str = "") -> UsageError:

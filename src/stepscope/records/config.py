@@ -96,9 +96,11 @@ def check_config(config: dict[str, Any]) -> None:
         raise StepscopeError(f"not a record: in its config: {in_one_line(error)}") from error
 
 
-def _check_numbers(value: object) -> None:
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise StepscopeError("not a record: a number of its config has more than 64 bits")
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for part in parts:
-        _check_numbers(part)
+def _check_numbers(value: dict[str, Any] | list[Any]) -> None:
+    for part in value.values() if isinstance(value, dict) else value:
+        kind = type(part)
+        if kind is int:
+            if abs(part) >= 2**63:
+                raise StepscopeError("not a record: a number of its config has more than 64 bits")
+        elif kind is dict or kind is list:
+            _check_numbers(part)

@@ -12,7 +12,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from stepscope.errors import StepscopeError
+from stepscope.files import require_regular
 from stepscope.records.failures import damaged, not_a_database, plain_errors, primary_code
+from stepscope.records.sqlite import columns, connect, ordinary_tables
 
 APPLICATION_ID = 0x53746570
 STORE_VERSION = 1
@@ -35,6 +37,8 @@ _COLUMNS = {
 }
 
 _MAGIC = b"SQLite format 3\0"
+_FILES = ("", "-wal", "-shm", "-journal")
+"""Suffixes of the files of a database."""
 _CANNOT_WRITE_TO_FOLDER = (
     sqlite3.SQLITE_READONLY,
     sqlite3.SQLITE_CANTOPEN,
@@ -51,6 +55,10 @@ def open_database(path: Path, *, create: bool, wait_s: float) -> sqlite3.Connect
             raise StepscopeError(f"{path} is a folder", f"name a file in it: {path / 'runs.db'}")
         if not path.exists() and not create:
             raise StepscopeError(f"there is no store at {path}", "name another, or create one")
+        # SQLite may write to all of them, also while it reads. A link to a store may be read.
+        for suffix in _FILES:
+            file = path.with_name(path.name + suffix)
+            require_regular(file if create or suffix else file.resolve())
         if path.exists():
             _refuse_broken(path)
         if create:
@@ -74,19 +82,6 @@ def _refuse_broken(path: Path) -> None:
         raise damaged(path, "its last page is truncated")
 
 
-def _connect(path: Path, options: str, wait_s: float) -> sqlite3.Connection:
-    uri = f"{path.resolve().as_uri()}?{options}"
-    return _guarded(sqlite3.connect(uri, uri=True, timeout=wait_s, isolation_level=None))
-
-
-def _guarded(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """Protect against untrusted files: the schema may not call functions, and cells are checked."""
-    with _closed_on_failure(connection):
-        connection.execute("PRAGMA trusted_schema = OFF")
-        connection.execute("PRAGMA cell_size_check = ON")
-    return connection
-
-
 @contextmanager
 def _closed_on_failure(connection: sqlite3.Connection) -> Iterator[None]:
     try:
@@ -97,7 +92,7 @@ def _closed_on_failure(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def _open_for_writing(path: Path, wait_s: float) -> sqlite3.Connection:
-    connection = _connect(path, "mode=rwc", wait_s)
+    connection = connect(path, "mode=rwc", wait_s)
     with _closed_on_failure(connection):
         _refuse_foreign(connection, path, may_be_new=True)
         _use_wal(connection, wait_s)
@@ -131,7 +126,7 @@ def _use_wal(connection: sqlite3.Connection, wait_s: float) -> None:
 
 def _open_for_reading(path: Path, wait_s: float) -> sqlite3.Connection:
     try:
-        return _checked(_connect(path, "mode=rw", wait_s), path)
+        return _checked(connect(path, "mode=rw", wait_s), path)
     except sqlite3.Error as error:
         if primary_code(error) not in _CANNOT_WRITE_TO_FOLDER:
             raise
@@ -150,14 +145,14 @@ def _open_without_writing(path: Path, wait_s: float) -> sqlite3.Connection:
     created."""
     log = path.with_name(path.name + "-wal")
     if not log.exists() or log.stat().st_size == 0:
-        return _connect(path, "mode=ro&immutable=1", wait_s)
+        return connect(path, "mode=ro&immutable=1", wait_s)
     # `immutable` would ignore the log with the newest records: read a copy of both files.
     with tempfile.TemporaryDirectory(prefix="stepscope-") as folder:
         copy = Path(folder) / path.name
         shutil.copyfile(path, copy)
         shutil.copyfile(log, copy.with_name(log.name))
-        in_memory = _guarded(sqlite3.connect(":memory:", isolation_level=None))
-        with closing(_connect(copy, "mode=rw", wait_s)) as source:
+        in_memory = connect(None)
+        with closing(connect(copy, "mode=rw", wait_s)) as source:
             source.backup(in_memory)
     return in_memory
 
@@ -186,16 +181,15 @@ def _refuse_foreign(connection: sqlite3.Connection, path: Path, *, may_be_new: b
 def _unlike_a_store(connection: sqlite3.Connection, schema: list[tuple[object, ...]]) -> str:
     """Describe how the tables differ from a store's; empty if they do not. A view or a virtual
     table instead of a table would run code from the file at every query, possibly forever."""
-    tables = {name for kind, name, page in schema if kind == "table" and page}
+    tables = ordinary_tables(connection)
     for kind, name, page in schema:
-        if kind in ("view", "trigger") or not page:
-            return f"it has a {kind if page or kind != 'table' else 'virtual table'}, {name!a}"
+        if kind in ("view", "trigger") or not page or (kind == "table" and name not in tables):
+            return f"it has a {'virtual table' if kind == 'table' else kind}, {name!a}"
     for table, wanted in _COLUMNS.items():
         if table not in tables:
             return f"it has no table {table}"
-        # A hidden or generated column has a value other than 0 in the last field.
-        columns = connection.execute(f"PRAGMA table_xinfo({table})").fetchall()
-        if tuple(column[1] for column in columns) != wanted or any(c[-1] for c in columns):
+        present = columns(connection, table)
+        if tuple(present) != wanted or not all(present.values()):
             return f"its table {table} has other columns"
     return ""
 

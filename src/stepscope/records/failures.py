@@ -46,6 +46,10 @@ def _explain_sqlite(error: sqlite3.Error, path: Path) -> StepscopeError:
         # The statements are fixed: if one is invalid, the file has another schema.
         case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_ERROR | 0:
             return damaged(path, str(error))
+        case sqlite3.SQLITE_INTERRUPT:
+            return damaged(path, "a query takes far longer than in any store")
+        case sqlite3.SQLITE_TOOBIG:
+            return damaged(path, "a value is larger than any record")
         case sqlite3.SQLITE_READONLY:
             return StepscopeError(
                 f"the store {path} is read-only", "make the file and its folder writable"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from stepscope.errors import StepscopeError, no_such_file
+from stepscope.files import refuse_above, replace_file
 from stepscope.records.failures import explain_os
 from stepscope.records.schema import Record, Run, decode, encode
 from stepscope.records.store import Store
+
+MAX_BYTES = 512 << 20
+"""Size of a file of records; a benchmark's record has 3 kB, and takes 9 kB of memory."""
+_SMALLER = "split it by runs"
 
 
 class Imported(NamedTuple):
@@ -55,72 +58,53 @@ def write_records(records: Iterable[Record], path: str | os.PathLike[str]) -> No
         raise explain_os(error, target) from error
 
 
-def replace_file(target: Path, parts: Iterable[bytes]) -> None:
-    """Write a file atomically. The name of the temporary file is random, so that it cannot be an
-    existing link; a link at the target is replaced, not followed."""
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with open(descriptor, "wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-            os.fchmod(file.fileno(), _mode(target))
-        os.replace(temporary, target)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    _sync_folder(target.parent)
-
-
-def _mode(target: Path) -> int:
-    """Permissions of the replaced file, or the default; temporary files are private."""
-    if target.exists():
-        return target.stat().st_mode & 0o777
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the directory entry, so that the new name survives a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
     """Read all records of a file; an error names the line."""
     source = Path(path)
-    try:
-        lines = source.read_bytes().split(b"\n")
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise no_such_file(source) from None
-    except OSError as error:
-        raise explain_os(error, source) from error
-    while lines and not lines[-1].strip():
-        lines.pop()
     records = []
-    for line_number, line in enumerate(lines, start=1):
+    for line_number, line, is_last in _numbered_lines(source):
         try:
             records.append(decode(line))
         except StepscopeError as error:
-            hint = _hint(source, line_number, len(lines), error)
+            hint = _hint(source, line_number, is_last, error)
             raise StepscopeError(f"{source}, line {line_number}: {error}", hint) from error
     return tuple(records)
 
 
-def _hint(source: Path, line_number: int, lines: int, error: StepscopeError) -> str:
+def _numbered_lines(source: Path) -> Iterator[tuple[int, bytes, bool]]:
+    """Yield the lines up to the last that is not empty, each with its number and whether it is the
+    last. Only one line at a time is in memory."""
+    size, empty, line = 0, 0, b""
+    number = 0
+    try:
+        with source.open("rb") as file:
+            while following := file.readline(MAX_BYTES - size + 1):
+                size += len(following)
+                refuse_above(source, size, MAX_BYTES, _SMALLER)
+                if not following.strip():
+                    empty += 1
+                    continue
+                if number:
+                    yield number, line, False
+                for skipped in range(number + 1, number + 1 + empty):
+                    yield skipped, b"", False
+                number, line, empty = number + 1 + empty, following.rstrip(b"\n"), 0
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise no_such_file(source) from None
+    except OSError as error:
+        raise explain_os(error, source) from error
+    if number:
+        yield number, line, True
+
+
+def _hint(source: Path, line_number: int, is_last: bool, error: StepscopeError) -> str:
     """Hint for a line that is not JSON; the messages of other errors contain their own."""
     cause = error.__cause__
     if not isinstance(cause, msgspec.DecodeError) or isinstance(cause, msgspec.ValidationError):
         return ""
     if line_number == 1:
         return "a file of records has one JSON object per line"
-    if line_number == lines:
+    if is_last:
         complete = line_number - 1
         return (
             f"the file is truncated in its last line; to recover the complete records:"

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stepscope.errors import StepscopeError
+from stepscope.files import open_regular
 from stepscope.records.failures import explain_os
 
 
@@ -29,7 +30,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
 
 def _acquire(path: Path, what: str) -> int:
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(path, descriptor):

@@ -77,6 +77,15 @@ class SavedTensor(Part, frozen=True):
     """Number of equal tensors in the same step, including this one."""
 
 
+class GradientMoment(Part, frozen=True):
+    """The moment at which the gradient of a parameter was complete."""
+
+    parameter: str
+    bytes: Int64
+    live: Int64
+    """Bytes of all live tensors at that moment, the gradient included."""
+
+
 class Remedy(Part, frozen=True):
     """A change that is predicted to make the step fit."""
 
@@ -111,6 +120,7 @@ class PostMortem(Part, frozen=True):
 
 Peaks = tuple[PhasePeak, ...]
 Saved = tuple[SavedTensor, ...]
+GradientMoments = tuple[GradientMoment, ...]
 Course = tuple[Point, ...]
 
 

@@ -1,11 +1,11 @@
 """The record: the immutable result of one case, and its parts.
 
 Schema history
-  1  first published version
+  1  first version
   2  notes: values that are neither numbers nor samples
   3  quantities and series have variant, phase, rank and size as fields; structured values are
-     attachments; the rules that upgrade older records are in `upgrades`
-  4  new names, such as `failed_checks`; the former ones are in `renames`
+     attachments
+  4  new names, such as `failed_checks`; the first version in a release
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from stepscope.errors import StepscopeError, in_one_line
 from stepscope.records.config import Named, check_config, check_depth
 from stepscope.records.decoding import from_json
 from stepscope.records.names import require_case, require_name
-from stepscope.records.renames import upgrade_from_3
-from stepscope.records.upgrades import upgrade_from_2
+from stepscope.records.usual_ceilings import below_usual
 
 SCHEMA_VERSION = 4
 
@@ -81,7 +80,7 @@ class Series(Part, frozen=True, omit_defaults=True):
         return f"{self.name} of {of}" if of else self.name
 
 
-class Ceiling(Part, frozen=True):
+class Ceiling(Part, frozen=True, omit_defaults=True):
     """A limit of the machine, measured on it or taken from a datasheet."""
 
     name: str
@@ -90,6 +89,16 @@ class Ceiling(Part, frozen=True):
     source: str
     """`measured`, or the name of the datasheet."""
     detail: str = ""
+    doubt: str = ""
+    """Reason why the machine may be faster than this; empty if the measurement is reliable."""
+
+    def checked(self, environment: Environment) -> Ceiling:
+        """Return this ceiling, with a doubt if it was measured far below the usual value."""
+        if self.doubt or self.source != "measured":
+            return self
+        power = environment.power_limit_w
+        low = below_usual(environment.device_name, power, self.name, self.value)
+        return msgspec.structs.replace(self, doubt=low) if low else self
 
 
 class Reading(Part, frozen=True):
@@ -250,19 +259,16 @@ class Record(Part, frozen=True):
             ) from error
 
     def ceiling(self, name: str, *, measured: bool = True) -> Ceiling | None:
-        """Return the ceiling of that name: the measured one, or the one of the datasheet."""
+        """Return the ceiling of that name: the measured one, or the one of the datasheet. One that
+        is far below the usual value of the device has a doubt."""
         for ceiling in self.ceilings:
             if ceiling.name == name and (ceiling.source == "measured") == measured:
-                return ceiling
+                return ceiling.checked(self.environment)
         return None
 
 
-UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    1: lambda raw: raw,
-    2: upgrade_from_2,
-    3: upgrade_from_3,
-}
-"""Upgrades from each version to the next, on the decoded JSON."""
+UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""Upgrades from each released version to the next, on the decoded JSON."""
 
 
 def encode(record: Record) -> bytes:
@@ -288,7 +294,10 @@ def decode(data: bytes | str) -> Record:
         )
     for step in range(version, SCHEMA_VERSION):
         if step not in UPGRADES:
-            raise StepscopeError(f"the record has schema version {step}, which has no upgrade")
+            raise StepscopeError(
+                f"the record has schema version {step}, which precedes the first release",
+                "record it again",
+            )
         raw = UPGRADES[step](raw) | {"version": step + 1}
     try:
         record = msgspec.convert(raw, Record)

@@ -3,6 +3,10 @@
 All statistics use medians and ranks, because timing noise is one-sided and has outliers. Every
 random draw has a fixed seed and a generator with a stable stream: the same samples always give the
 same results.
+
+`judge` decides whether two sets of samples differ; every comparison of two sets uses it. Summaries
+and the intervals of `ratio_interval` and `paired_ratio` describe samples as if they were
+independent.
 """
 
 from __future__ import annotations
@@ -10,16 +14,21 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from stepscope.records.dependence import LEVEL_STD, Difference, difference, effective_samples
 from stepscope.records.schema import Part
 
-Outcome = Literal["faster", "slower", "no difference shown", "too few samples"]
+Outcome = Literal["faster", "slower", "no difference shown", "too few samples", "cannot tell"]
+Design = Literal["separate", "processes", "paired"]
+"""How two sets of samples were taken: each in one process, one sample in each of several processes
+of both sides that alternated, or in pairs next to each other in one process."""
 Floats = NDArray[np.float64]
 Ranks = NDArray[np.intp]
 
@@ -30,6 +39,14 @@ FAR_EXTREME = 0.50
 MEAN_KNOWN_TO = 0.05
 SIGNIFICANCE = 0.002
 """Accepted false-positive rate of a verdict, for one comparison among hundreds."""
+FEWEST_ROUNDS = 3
+"""Rounds from which a sequence of paired samples has an interval."""
+_OUTLIERS_SHOW = 10
+"""Samples among which an outlier is one: of three, any may be."""
+MANY_SAMPLES = 30
+"""Samples per side from which their order shows how much they depend on each other."""
+LEVEL, LEVEL_OF_FEW = 0.99, 0.98
+"""Confidence levels of a verdict about one process per side, from `MANY_SAMPLES` on and below."""
 
 FAR_ABOVE = 1.5
 """A sample above this multiple of the median is an outlier."""
@@ -197,6 +214,24 @@ def paired_ratio(base: Sequence[float], new: Sequence[float], level: float = 0.9
     return Ratio(value=_quantile(ratios, 0.5), low=low, high=high, level=level)
 
 
+def sequential_ratio(base: Sequence[float], new: Sequence[float], level: float = 0.99) -> Ratio:
+    """Ratio of paired samples with an interval that is valid at every number of rounds at once, so
+    that rounds may end as soon as it is narrow enough.
+
+    Of the accepted error, n rounds spend 2 / n (n - 1), which adds up to all of it from
+    `FEWEST_ROUNDS` on. Rounds may depend on each other (`dependence`).
+    `benchmarks/trial_simulation.py` measures how often an interval at which rounds end is wrong.
+    """
+    count = len(base)
+    if count < FEWEST_ROUNDS:
+        raise ValueError(f"an interval needs {FEWEST_ROUNDS} rounds")
+    ratios = _in_order(new) - _in_order(base)
+    found = difference((ratios,), level_std=0.0, usual_std=math.inf, clips=count >= _OUTLIERS_SHOW)
+    half = found.half_width(1.0 - 2.0 * (1.0 - level) / (count * (count - 1)))
+    low, value, high = (math.exp(found.value + sign * half) for sign in (-1, 0, 1))
+    return Ratio(value=value, low=low, high=high, level=level)
+
+
 def mann_whitney(base: Sequence[float], new: Sequence[float]) -> float:
     """Two-sided p-value of the rank-sum test: exact for few samples without ties, else the normal
     approximation."""
@@ -218,16 +253,165 @@ def mann_whitney(base: Sequence[float], new: Sequence[float]) -> float:
     return math.erfc(max(0.0, distance - 0.5) / math.sqrt(2.0 * variance))
 
 
-def decide(base: Sequence[float], new: Sequence[float]) -> Outcome:
-    """Decide whether `new` takes longer; both the test and the interval must show it."""
+class Judgement(Part, frozen=True):
+    """Whether two sets of samples differ. `ratio` is new over base, with the interval that the
+    outcome follows from."""
+
+    outcome: Outcome
+    ratio: Ratio
+    p: float
+    """Probability of such a difference between two sets of samples of the same code."""
+    reason: str = ""
+    """Why it cannot tell."""
+
+    @property
+    def differs(self) -> bool:
+        return self.outcome in ("slower", "faster")
+
+
+def judge(base: Sequence[float], new: Sequence[float], design: Design = "separate") -> Judgement:
+    """Decide whether `new` takes longer than `base`.
+
+    separate
+        Consecutive samples of one process per side, in their order. They may depend on each other,
+        and the level of a process has an uncertainty of its own (`dependence`).
+    processes
+        One sample per process; the processes of both sides alternated. Both a rank test and the
+        interval of the medians must show the difference.
+    paired
+        Rounds in one process, each with a sample of both sides. Their ratios may depend on each
+        other.
+
+    It cannot tell if independent samples would show a difference and these do not, or if they
+    depend on each other and leave more than `MEAN_KNOWN_TO` open.
+    """
+    if design == "processes":
+        return _judge_processes(base, new)
+    if design == "paired":
+        return _judge_paired(base, new)
+    before, after = _in_order(base), _in_order(new)
+    if _too_few(base, new):
+        return _judge_processes(base, new)
+    many = min(len(before), len(after)) >= MANY_SAMPLES
+    found = difference((before, after))
+    middle = _quantile(_ordered(new), 0.5) / _quantile(_ordered(base), 0.5)
+    ratio = _around(found, middle, LEVEL if many else LEVEL_OF_FEW)
+    sides = (("base", before), ("new", after))
+    return _judged(found, ratio, sides, lambda: _judge_processes(base, new).differs)
+
+
+def _judge_paired(base: Sequence[float], new: Sequence[float]) -> Judgement:
+    plain = paired_ratio(base, new)
+    ratios = _in_order(new) - _in_order(base)
+    found = difference((ratios,), level_std=0.0, usual_std=math.inf) if len(ratios) > 1 else None
+    # Fewer rounds that all agree in their sign are not significant either.
+    if found is None or 2.0 ** (1 - len(ratios)) >= SIGNIFICANCE:
+        return Judgement(outcome="too few samples", ratio=plain, p=1.0)
+    wide = _around(found, plain.value, plain.level)
+    ratio = msgspec.structs.replace(
+        wide, low=min(wide.low, plain.low), high=max(wide.high, plain.high)
+    )
+    return _judged(found, ratio, (("the ratio", ratios),), lambda: plain.excludes_one)
+
+
+def _judge_processes(base: Sequence[float], new: Sequence[float]) -> Judgement:
+    """Judge independent samples; both the rank test and the interval must show a difference."""
+    ratio, p = ratio_interval(base, new), mann_whitney(base, new)
+    outcome: Outcome = _outcome(ratio) if p < SIGNIFICANCE else "no difference shown"
+    if _too_few(base, new):
+        outcome = "too few samples"
+    return Judgement(outcome=outcome, ratio=ratio, p=p)
+
+
+def _too_few(base: Sequence[float], new: Sequence[float]) -> bool:
+    """True if not even samples without any overlap would be significant."""
     fewest = min(len(base), len(new))
-    smallest_p = 2.0 / math.comb(len(base) + len(new), fewest)
-    if fewest < MIN_SAMPLES or smallest_p >= SIGNIFICANCE:
-        return "too few samples"
-    ratio = ratio_interval(base, new)
-    if not ratio.excludes_one or mann_whitney(base, new) >= SIGNIFICANCE:
+    # More samples than these are enough; their number of orderings exceeds a float.
+    orderings = math.comb(min(len(base) + len(new), 60), min(fewest, 30))
+    return fewest < MIN_SAMPLES or 2.0 / orderings >= SIGNIFICANCE
+
+
+def _judged(
+    found: Difference,
+    ratio: Ratio,
+    sides: Sequence[tuple[str, Floats]],
+    if_independent: Callable[[], bool],
+) -> Judgement:
+    outcome = _outcome(ratio)
+    if outcome != "no difference shown":
+        return Judgement(outcome=outcome, ratio=ratio, p=found.p)
+    dependent = found.correlated or found.moved > 0.0
+    unknown = max(ratio.high / ratio.value, ratio.value / ratio.low) - 1.0
+    if (dependent and unknown > MEAN_KNOWN_TO) or if_independent():
+        return Judgement(
+            outcome="cannot tell", ratio=ratio, p=found.p, reason=_reason(found, sides)
+        )
+    return Judgement(outcome=outcome, ratio=ratio, p=found.p)
+
+
+def _outcome(ratio: Ratio) -> Outcome:
+    if not ratio.excludes_one:
         return "no difference shown"
-    return "slower" if ratio.value > 1.0 else "faster"
+    return "slower" if ratio.low > 1.0 else "faster"
+
+
+def _around(found: Difference, value: float, level: float) -> Ratio:
+    """Interval of a difference of logarithms as a ratio; it includes the ratio of the medians."""
+    half = found.half_width(level)
+    low, high = (
+        math.exp(min(max(end, -700.0), 700.0)) for end in (found.value - half, found.value + half)
+    )
+    return Ratio(value=value, low=min(low, value), high=max(high, value), level=level)
+
+
+def _reason(found: Difference, sides: Sequence[tuple[str, Floats]]) -> str:
+    """Why dependent samples do not show a difference."""
+    reasons = [*_move_reasons(found, sides), *_correlation_reasons(found, sides)]
+    if reasons:
+        return "; ".join(reasons)
+    if len(sides) == 1:
+        return "the rounds spread too far"
+    return (
+        f"processes of the same code differ by about {LEVEL_STD:.1%}, and each side is one process;"
+        " compare interleaved processes"
+    )
+
+
+def _move_reasons(found: Difference, sides: Sequence[tuple[str, Floats]]) -> list[str]:
+    moved = [
+        (name, values, min(moves, key=lambda move: (not move.found, move.p)))
+        for moves, (name, values) in zip(found.moves, sides, strict=True)
+    ]
+    return [
+        f"{name}: the level "
+        + (
+            f"drifts by {math.expm1(move.size):+.1%} over {len(values)} samples"
+            if move.at is None
+            else f"moves by {math.expm1(move.size):+.1%} after {move.at} of {len(values)} samples"
+        )
+        for name, values, move in moved
+        if move.found
+    ]
+
+
+def _correlation_reasons(found: Difference, sides: Sequence[tuple[str, Floats]]) -> list[str]:
+    if not found.correlated:
+        return []
+    counts = [
+        f"{name}: {len(values)} samples count as {effective:.0f}"
+        for name, values in sides
+        if (effective := max(1.0, effective_samples(values))) < len(values)
+    ]
+    return [
+        "consecutive samples depend on each other" + (f" ({', '.join(counts)})" if counts else "")
+    ]
+
+
+def _in_order(values: Sequence[float]) -> Floats:
+    """Logarithms of the samples, in the order in which they were taken."""
+    if _ordered(values)[0] <= 0.0:
+        raise ValueError("a ratio needs samples above zero")
+    return np.log(np.array(values, dtype=np.float64))
 
 
 def _ordered(values: Sequence[float]) -> Floats:

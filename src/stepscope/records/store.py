@@ -16,7 +16,6 @@ from stepscope.errors import StepscopeError, UsageError, in_one_line, some
 from stepscope.records.database import open_database
 from stepscope.records.failures import plain_errors
 from stepscope.records.lock import locked
-from stepscope.records.renames import STUDIES
 from stepscope.records.schema import Record, Run, decode, encode
 
 _NEWEST_ATTEMPT = """attempt = (SELECT max(attempt) FROM records AS other WHERE
@@ -133,16 +132,15 @@ class Store:
     ) -> tuple[Record, ...]:
         """Records in the order they were added; only the newest attempt of each case, unless
         `all_attempts`."""
-        former = next((old for old, new in STUDIES.items() if new == study), study)
         conditions = [
             "(:run IS NULL OR run = :run)",
-            "(:study IS NULL OR study IN (:study, :former))",
+            "(:study IS NULL OR study = :study)",
         ]
         if not all_attempts:
             conditions.append(_NEWEST_ATTEMPT)
         rows = self._rows(
             f"SELECT id, body FROM records WHERE {' AND '.join(conditions)} ORDER BY rowid",
-            {"run": run_id, "study": study, "former": former},
+            {"run": run_id, "study": study},
         )
         return tuple(self._decode(*row) for row in rows)
 
