@@ -88,7 +88,11 @@ def train(change: Any, wrapper: str | None, world: World | None) -> dict[str, Te
     module = Adapted(seed)
     model: Any = module
     if wrapper is not None:
-        model = FSDP(module) if wrapper == "FSDP" else DDP(module, wrapper, 1e-4)
+        model = (
+            FSDP(module, verify_every=1)
+            if wrapper == "FSDP"
+            else DDP(module, wrapper, 1e-4, verify_every=1)
+        )
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.05)
     share = BATCH // world.size if world else BATCH
     mine = slice(seed * share, (seed + 1) * share)
@@ -130,7 +134,9 @@ def test_training_continues_as_in_one_process(ranks: int) -> None:
 
 def change_on_one_rank(world: World, wrapper: str, name: str) -> None:
     module = Adapted(0)
-    model = FSDP(module) if wrapper == "FSDP" else DDP(module, wrapper)
+    model = (
+        FSDP(module, verify_every=1) if wrapper == "FSDP" else DDP(module, wrapper, verify_every=1)
+    )
     x, y = batches()[0]
     for step in range(3):
         world.step(step)

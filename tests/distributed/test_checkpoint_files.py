@@ -6,7 +6,9 @@ import os
 import pickle
 import shutil
 import warnings
+import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ from stepscope.parallel.checkpoint.checksums import (
     read_checksums,
     write_checksums,
 )
+from stepscope.parallel.checkpoint.reading import _check_pickle
+from stepscope.pickles import MAX_NESTED_TUPLES, UnsafePickleError
 
 WIDTH = 520
 """A weight of 1.08 MB: files have several blocks, and ranks read parts that others wrote."""
@@ -279,6 +283,20 @@ def test_loading_does_not_run_code_from_any_file(written: Path, tmp_path: Path) 
     assert not loaded, loaded
 
 
+@pytest.mark.parametrize("depth", [1, MAX_NESTED_TUPLES + 1])
+def test_the_pickle_of_an_item_is_checked(tmp_path: Path, depth: int) -> None:
+    file = tmp_path / "items"
+    with file.open("wb") as stream:
+        stream.write(b"an item before")
+        begin = stream.tell()
+        with zipfile.ZipFile(stream, "w") as item:
+            item.writestr("archive/data.pkl", b"\x80\x02)" + b"\x85" * depth + b".")
+        length = stream.tell() - begin
+        stream.write(b"an item after")
+    with nullcontext() if depth == 1 else pytest.raises(UnsafePickleError, match="nested"):
+        _check_pickle(file, begin, length)
+
+
 def test_checksums_cover_every_file(written: Path) -> None:
     for of in ("saved", "other", "optimizer"):
         folder = written / of
@@ -289,3 +307,26 @@ def test_checksums_cover_every_file(written: Path) -> None:
             assert file_sums.matches((folder / name).read_bytes()), name
         if of == "saved":
             assert len(sums[DATA[0]].crcs) > 1, "several blocks"
+
+
+def save_into_links(_: World, folder: str) -> list[str]:
+    model, optimizer = trained(0)
+    return [
+        outcome(lambda: save_training(model, optimizer, f"{folder}/{name}"))  # noqa: B023
+        for name in ("unfinished", "dangling")
+    ]
+
+
+def test_a_link_in_place_of_a_checkpoint_is_neither_followed_nor_replaced(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    for made in (outside, folder):
+        made.mkdir()
+    (folder / "unfinished.part").symlink_to(outside)
+    (folder / "dangling").symlink_to(tmp_path / "missing")
+    (outcomes,) = launch(save_into_links, (str(folder),), ranks=1, limits=LIMITS)
+    assert ["in the way" in outcomes[0], "exists already" in outcomes[1]] == [True, True]
+    assert not [*outside.iterdir()]
+    assert {path.name for path in folder.iterdir() if path.is_symlink()} == {
+        "unfinished.part",
+        "dangling",
+    }

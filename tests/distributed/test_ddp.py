@@ -34,7 +34,7 @@ TINY_BUCKET_MB = 4e-4
 def train(world: World, strategy: str, **dtypes: torch.dtype) -> list[State]:
     """Train on the rank's share of every batch, from different initial weights per rank, which
     are replaced by those of rank 0. Return the state after every step."""
-    model = DDP(small(seed=world.rank, **dtypes), strategy, TINY_BUCKET_MB)
+    model = DDP(small(seed=world.rank, **dtypes), strategy, TINY_BUCKET_MB, verify_every=1)
     optimizer = adamw(model.module)
     share = BATCH // world.size
     mine = slice(world.rank * share, (world.rank + 1) * share)
@@ -52,7 +52,7 @@ def train(world: World, strategy: str, **dtypes: torch.dtype) -> list[State]:
 
 def uneven(world: World, strategy: str) -> list[State]:
     """Rank 0 has 9 samples of a batch and the others share the rest, or have no samples."""
-    model = DDP(small(), strategy, TINY_BUCKET_MB)
+    model = DDP(small(), strategy, TINY_BUCKET_MB, verify_every=2)
     optimizer = adamw(model.module)
     states = []
     for number, (x, y) in enumerate(batches()):
@@ -116,7 +116,7 @@ def test_training_equals_one_process_on_the_concatenated_batch(ranks: int) -> No
 
 def accumulate(world: World, strategy: str) -> State:
     """Two backward passes per step, of which only the second synchronizes."""
-    model = DDP(small(), strategy, TINY_BUCKET_MB)
+    model = DDP(small(), strategy, TINY_BUCKET_MB, verify_every=1)
     optimizer = adamw(model.module)
     share = BATCH // world.size // 2
     for x, y in batches():
@@ -287,7 +287,7 @@ def test_inconsistent_ranks_are_rejected() -> None:
 def running_statistics(world: World) -> list[State]:
     """Running statistics of the rank's batches after each of two steps."""
     torch.manual_seed(0)
-    model = DDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "overlap")
+    model = DDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "overlap", verify_every=1)
     states = []
     for number in range(2):
         x = torch.full((4, 4), float(world.rank + number)) + torch.arange(4.0)[:, None]

@@ -49,7 +49,7 @@ def share_of(world: World) -> slice:
 
 def train(world: World, **dtypes: Any) -> dict[str, Any]:
     compute = dtypes.pop("compute_dtype", None)
-    model = FSDP(small(seed=world.rank, **dtypes), compute)
+    model = FSDP(small(seed=world.rank, **dtypes), compute, verify_every=1)
     steps(world, model, adamw(model), 0, 4, dtypes.get("dtype", torch.float32))
     stored = sum(p.numel() for p in model.parameters())
     return {"params": model.gather_full_params(), "stored": stored}
@@ -111,7 +111,7 @@ def language_model(world: World, ranks: int) -> tuple[State, list[int], int]:
         gathered.append(StorageWeakRef(padded.untyped_storage()))
         return padded, work
 
-    model = FSDP(module)
+    model = FSDP(module, verify_every=1)
     optimizer = adamw(model)
     tokens = torch.randint(CONFIG.vocab, (ranks, 17), generator=torch.Generator().manual_seed(1))
     counts = []
@@ -168,7 +168,7 @@ def gathered(model: FSDP, optimizer: torch.optim.Optimizer) -> State:
 
 def save_and_continue(world: World, load: str, save: str) -> tuple[State, list[float]]:
     """Load or train two steps, save, continue. Return the saved state and the next losses."""
-    model = FSDP(small(seed=world.rank))
+    model = FSDP(small(seed=world.rank), verify_every=2)
     optimizer = adamw(model)
     if load:
         load_training(model, optimizer, load)
@@ -207,7 +207,7 @@ def load_wrong(_: World, other: str, broken: str) -> list[str]:
         (small(), broken, False),
         (small(), other, True),
     ):
-        model = FSDP(module)
+        model = FSDP(module, verify_every=1)
         optimizer = adamw(model)
         if fewer:
             optimizer.param_groups[0]["params"] = list(model.parameters())[1:]
@@ -394,7 +394,7 @@ def train_with_fused_loss(world: World, ranks: int) -> tuple[State, State]:
     torch.manual_seed(0)
     full = TransformerLM(CONFIG, dtype=torch.float64)
     torch.manual_seed(0)
-    sharded = FSDP(TransformerLM(CONFIG, dtype=torch.float64))
+    sharded = FSDP(TransformerLM(CONFIG, dtype=torch.float64), verify_every=1)
     trained(full, tokens)
     trained(sharded, tokens[world.rank : world.rank + 1])
     return sharded.gather_full_params(), dict(full.named_parameters())

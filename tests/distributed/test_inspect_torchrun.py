@@ -16,7 +16,7 @@ dist.init_process_group("gloo")
 torch.set_num_threads(1)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(9):
+for step in range(18):
     if dist.get_rank() == 1:
         time.sleep(0.1)
     model(torch.randn(8, 64)).pow(2).mean().backward()
@@ -32,7 +32,7 @@ def test_ranks_are_combined_on_one_page(tmp_path: Path) -> None:
     done = python(
         *shlex.split(
             "-m torch.distributed.run --standalone --nproc-per-node 2 -m stepscope inspect"
-            f" --warmup 2 --steps 2 --profiled-steps 2 --out {tmp_path / 'out'} train.py"
+            f" --warmup 2 --steps 2 --profiled-steps 6 --out {tmp_path / 'out'} train.py"
         ),
         cwd=tmp_path,
         env=os.environ

@@ -98,7 +98,7 @@ def _loop(
 
 def sharded(module: nn.Module, name: str, form: Form, params: Any) -> tuple[nn.Module, Any]:
     kind, options = OPTIMIZERS[name]
-    model = DDP(module, "bucketed") if form == "broadcast" else module
+    model = DDP(module, "bucketed", verify_every=1) if form == "broadcast" else module
     return model, ShardedOptimizer(params, kind, form=form, bucket_mb=TINY_BUCKET_MB, **options)
 
 

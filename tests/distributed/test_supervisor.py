@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import nn
 
 from stepscope.errors import UsageError
 from stepscope.parallel import Limits, RankFailed, World, launch
+from stepscope.parallel.heartbeat import HEARTBEAT
 from stepscope.parallel.model_layout import require_same_layout
 
 LIMITS = Limits(start=60.0, step=4.0, beat=4.0, total=120.0)
@@ -88,9 +91,73 @@ def leave_early(world: World) -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def test_a_rank_that_waits_for_a_finished_one_is_ended() -> None:
-    with pytest.raises(RankFailed, match="rank 0 "):
-        launch(leave_early, ranks=2, limits=LIMITS)
+def leave_early_unnoticed(world: World) -> None:
+    world.step(0)
+    if world.rank == 0:
+        # Nothing tells this rank that the other one left.
+        with HEARTBEAT.waiting():
+            time.sleep(FAR_TOO_LONG_S)
+
+
+@pytest.mark.parametrize("function", [leave_early, leave_early_unnoticed])
+def test_a_rank_that_returns_early_is_named(function: Callable[[World], None]) -> None:
+    with pytest.raises(RankFailed, match=r"^rank 1 returned, but rank 0 wait") as caught:
+        launch(function, ranks=2, limits=LIMITS)
+    assert caught.value.rank == 1
+
+
+def hold_the_gil(world: World) -> int:
+    """Rank 1 works for 0.2 s of CPU time without a heartbeat, on a core that it hardly gets."""
+    world.step(0)
+    if world.rank == 1:
+        core = min(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {core})
+        os.nice(8)
+        spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+        with subprocess.Popen([sys.executable, "-c", spin]) as other:
+            started = time.process_time()
+            while time.process_time() < started + 0.2:
+                sum(range(3_000_000))
+            other.kill()
+    return world.rank
+
+
+def test_a_starved_rank_is_not_ended() -> None:
+    limits = Limits(start=60.0, step=0.6, beat=0.3, total=120.0)
+    assert launch(hold_the_gil, ranks=2, limits=limits) == [0, 1]
+
+
+def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:
+    """As by Ctrl-Z and fg: the ranks and the process that supervises them."""
+    mark = tmp_path / "mark"
+    code = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from test_supervisor import *
+if __name__ == "__main__":
+    print(launch(slow_steps, ({str(mark)!r},), ranks=1, limits=Limits(60.0, 1.5, 1.5, 120.0)))
+"""
+    script = tmp_path / "job.py"
+    script.write_text(code)
+    job = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    while not (mark.exists() and mark.read_text()):
+        time.sleep(0.05)
+    stopped = [job.pid, int(mark.read_text())]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(3.0)
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    output, _ = job.communicate(timeout=100)
+    assert (job.returncode, output) == (0, "[0]\n")
+
+
+def slow_steps(world: World, mark: str) -> int:
+    for number in range(10):
+        world.step(number)
+        Path(mark).write_text(str(os.getpid()))
+        time.sleep(0.1)
+    return world.rank
 
 
 def sleep_between_steps(world: World) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     )
     from stepscope.parallel.crew import Crew
     from stepscope.parallel.ddp import DDP
-    from stepscope.parallel.errors import ParallelError, RankFailed
+    from stepscope.parallel.errors import ParallelError, PeerLost, RankFailed
     from stepscope.parallel.fsdp import FSDP
     from stepscope.parallel.sharded_optimizer import ShardedOptimizer
     from stepscope.parallel.supervisor import Limits, launch
@@ -29,6 +29,7 @@ _MODULES = {
     "FSDP": "fsdp",
     "Limits": "supervisor",
     "ParallelError": "errors",
+    "PeerLost": "errors",
     "RankFailed": "errors",
     "ShardedOptimizer": "sharded_optimizer",
     "World": "world",
@@ -45,6 +46,7 @@ __all__ = [
     "Crew",
     "Limits",
     "ParallelError",
+    "PeerLost",
     "RankFailed",
     "ShardedOptimizer",
     "World",

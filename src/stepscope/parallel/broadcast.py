@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepscope.parallel.buckets import MEGABYTE, Item, plan_buckets
+from stepscope.parallel.collectives import broadcast_tensor
 
 MESSAGE_MB = 64.0
 
@@ -18,11 +19,10 @@ MESSAGE_MB = 64.0
 def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Overwrite the tensors with those of rank 0 of the group."""
     items = [Item("", t.numel(), t.element_size(), f"{t.dtype} {t.device}") for t in tensors]
-    sender = 0 if group is None else dist.get_global_rank(group, 0)
     for bucket in plan_buckets(items, MESSAGE_MB * MEGABYTE):
         members = [tensors[index] for index in bucket.items]
         flat = torch.cat([tensor.reshape(-1) for tensor in members])
-        dist.broadcast(flat, sender, group=group)
+        broadcast_tensor(flat, 0, group)
         for tensor, offset in zip(members, bucket.offsets, strict=True):
             tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from functools import reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepscope.parallel.collectives import all_gather
 from stepscope.parallel.errors import ParallelError
 
 
@@ -22,31 +23,43 @@ def clip(
 ) -> Tensor:
     """Scale all gradients so that their norm is at most `max_norm`; return the original norm. Each
     rank has a part of the `divided` gradients; the `replicated` ones are equal on all ranks."""
+    if norm_type == 0:
+        raise ParallelError("gradients cannot be clipped by norm_type=0", "it must not be 0")
     own, shared = (
         [p.grad for p in parameters if p.grad is not None] for parameters in (divided, replicated)
     )
     gradients = [*own, *shared]
     if not gradients:
         raise ParallelError("there is no gradient to clip", "call it after a backward")
-    of_ranks, of_all = (_powers(grads, norm_type, gradients[0]) for grads in (own, shared))
-    if math.isinf(norm_type):
-        dist.all_reduce(of_ranks, dist.ReduceOp.MAX, group=group)
-        norm = torch.maximum(of_ranks, of_all)
-    else:
-        dist.all_reduce(of_ranks, group=group)
-        norm = (of_ranks + of_all) ** (1.0 / norm_type)
+    mine, common = (_norm(grads, norm_type, gradients[0].device) for grads in (own, shared))
+    # Gathered, not reduced: the maximum of gloo drops a NaN.
+    norms = mine.new_empty(dist.get_world_size(group))
+    all_gather(norms, mine.reshape(1), group)
+    norm = torch.linalg.vector_norm(torch.cat([norms, common.reshape(1)]), norm_type)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))
-    return norm.to(gradients[0].dtype)
+    dtypes = [gradient.dtype.to_real() for gradient in gradients]
+    result: Tensor = norm.to(reduce(torch.promote_types, dtypes))
+    return result
 
 
-def _powers(gradients: list[Tensor], norm_type: float, like: Tensor) -> Tensor:
-    """Sum of the elements' powers, or the largest element, in float64 so that the result does not
-    depend on the number of ranks."""
-    total = like.new_zeros((), dtype=torch.float64)
-    for gradient in gradients:
-        if gradient.numel():
-            norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
-            total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type
-    return total
+def _norm(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Norm of the gradients as one vector, in float64 so that the result does not depend on the
+    number of ranks."""
+    norms = [
+        # A complex gradient counts by its magnitudes, as in torch.
+        torch.linalg.vector_norm(
+            gradient,
+            norm_type,
+            dtype=torch.complex128 if gradient.is_complex() else torch.float64,
+        )
+        for gradient in gradients
+        if gradient.numel()
+    ]
+    if not norms:
+        # Neutral: no element raises a norm of positive order, or lowers one of negative order.
+        neutral = 0.0 if norm_type > 0 else float("inf")
+        return torch.tensor(neutral, dtype=torch.float64, device=device)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm

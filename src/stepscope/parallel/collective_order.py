@@ -16,10 +16,12 @@ others wait for it.
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.heartbeat import HEARTBEAT
+from stepscope.parallel.peers import BoundedCalls, NoAnswer, connect_peers, waits_on_device
 
 PATIENCE = timedelta(seconds=1)
 """A wait longer than this checks for its cause, and again after each such interval."""
@@ -66,8 +69,10 @@ class Order:
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
         # NCCL waits on the device: the CPU continues to the end of the step, where ranks compare.
-        self._on_host = dist.get_backend(group) != "nccl"
+        self._on_host = not waits_on_device(group)
+        self._peers = connect_peers(group)
         self._store: Store | None = None
+        self._calls = BoundedCalls()
         self._prefix = ""
         self._confirm: Callable[[], None] | None = None
         self._step = 0
@@ -104,7 +109,8 @@ class Order:
         and deleted."""
         for key in [key for key in self._written if key != self._key(self._rank)]:
             assert self._store is not None
-            self._store.delete_key(key)
+            with suppress(NoAnswer):
+                self._calls.call(partial(self._store.delete_key, key), PATIENCE.total_seconds())
             self._written.remove(key)
         self._last = [] if self._forgotten else self._uses
         self._step += 1
@@ -118,23 +124,36 @@ class Order:
         return Past(self._forgotten, self._uses, self.ended)
 
     def wait(self, work: dist.Work, *, on_host: bool = False) -> None:
-        """Wait for the work. Raise if it cannot complete because ranks took different paths.
+        """Wait for the work. Raise if it cannot complete because ranks took different paths, or
+        PeerLost if ranks do not answer.
 
         `on_host`: the work is a message between CPUs and does not belong to the group.
         """
+        patience = self._peers.patience
+        # Leaves time for the last comparison.
+        until = time.monotonic() + max(patience / 2, patience - 2 * PATIENCE).total_seconds()
         with HEARTBEAT.waiting():
             if self._store is None or not (on_host or self._on_host):
                 work.wait()
                 return
             while True:
+                left = timedelta(seconds=max(0.001, until - time.monotonic()))
                 try:
-                    work.wait(PATIENCE)
+                    work.wait(min(PATIENCE, left))
                     return
-                except RuntimeError:
-                    failed = work.is_completed()
-                    self._compare(self._store, 2 * PATIENCE if failed else None)
+                except RuntimeError as error:
+                    failed = work.is_completed() or left < PATIENCE
+                    self._compare_in_time(2 * PATIENCE if failed else None)
                     if failed:
-                        raise
+                        raise self._peers.failure(error) from error
+
+    def _compare_in_time(self, until: timedelta | None) -> None:
+        """Compare the pasts if the store answers; a rank that the network does not connect to it
+        waits for its collective alone."""
+        assert self._store is not None
+        compare = partial(self._compare, self._store, until)
+        with suppress(NoAnswer, dist.DistError):
+            self._calls.call(compare, (PATIENCE + (until or timedelta(0))).total_seconds())
 
     def _compare(self, store: Store, until: timedelta | None) -> None:
         """Raise if the pasts of other ranks differ from this one; `until` is the time to wait for

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,13 +21,18 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from stepscope.errors import one_line
 from stepscope.parallel.errors import ParallelError, RankFailed
 from stepscope.parallel.heartbeat import HEARTBEAT
+from stepscope.parallel.peers import BoundedCalls, NoAnswer
 from stepscope.parallel.supervisor import Limits
 from stepscope.parallel.world import World
 
 _STORE_TIMEOUT = timedelta(seconds=60)
+_POLL_TIMEOUT = timedelta(seconds=30)
+"""Time after which a rank that waits for a task asks the store again."""
 _TASK_TIMEOUT = timedelta(days=30)
 _FIRST_REPORT_TIMEOUT = timedelta(seconds=2)
 """Time a failed rank waits for the report of a rank that failed earlier."""
+_REPORT_LIMIT_S = 10.0
+T = TypeVar("T")
 
 
 class Crew:
@@ -51,6 +57,7 @@ class Crew:
                 "is --master-addr reachable from this node?",
             ) from error
         self._store = PrefixStore("stepscope", store)
+        self._calls = BoundedCalls()
         self._task = 0
 
     def announce(self, task: dict[str, Any] | None) -> None:
@@ -62,9 +69,23 @@ class Crew:
         """Wait for and return the next task announced by rank 0."""
         self._task += 1
         key = f"task/{self._task}"
-        self._store.wait([key], _TASK_TIMEOUT)
-        task: dict[str, Any] | None = json.loads(self._store.get(key))
+        until = time.monotonic() + _TASK_TIMEOUT.total_seconds()
+        while not self._written(key, _POLL_TIMEOUT) and time.monotonic() < until:
+            pass
+        task: dict[str, Any] | None = json.loads(self._call(lambda: self._store.get(key)))
         return task
+
+    def _written(self, key: str, within: timedelta) -> bool:
+        """Wait for a key of the store; False if it does not appear in time."""
+        try:
+            self._call(lambda: self._store.wait([key], within), within)
+        except dist.DistStoreError:
+            return False
+        return True
+
+    def _call(self, function: Callable[[], T], wait: timedelta = timedelta()) -> T:
+        """Call the store; raise if the network has lost it."""
+        return self._calls.call(function, (_STORE_TIMEOUT + wait).total_seconds())
 
     def run(
         self,
@@ -106,9 +127,18 @@ class Crew:
             "step": HEARTBEAT.step_number,
             "what": f"raised {one_line(error)}",
         }
-        index = self._store.add(f"failures/{self._task}", 1)
-        self._store.set(f"failure/{self._task}/{index}", json.dumps(failure))
-        first = f"failure/{self._task}/1"
-        self._store.wait([first], _FIRST_REPORT_TIMEOUT)
-        reported = json.loads(self._store.get(first))
+
+        def exchange() -> dict[str, Any]:
+            index = self._store.add(f"failures/{self._task}", 1)
+            self._store.set(f"failure/{self._task}/{index}", json.dumps(failure))
+            first = f"failure/{self._task}/1"
+            self._store.wait([first], _FIRST_REPORT_TIMEOUT)
+            known: dict[str, Any] = json.loads(self._store.get(first))
+            return known
+
+        try:
+            reported = self._calls.call(exchange, _REPORT_LIMIT_S)
+        except NoAnswer:
+            # Cut off from the store: only the failure of this rank is known.
+            reported = failure
         return RankFailed(reported["rank"], reported["step"], reported["what"], {})

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from stepscope.errors import unknown_name
 from stepscope.parallel.agreement import Agreement
 from stepscope.parallel.broadcast import broadcast, buffers_identity, running_buffers
+from stepscope.parallel.digests import digests
 from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.guard import (
     NotCopied,
@@ -33,6 +34,7 @@ from stepscope.parallel.guard import (
 )
 from stepscope.parallel.model_layout import require_same_layout
 from stepscope.parallel.parameter_watch import ParameterWatch, unplanned_gradient
+from stepscope.parallel.peers import connect_peers
 from stepscope.parallel.reducer import STRATEGIES, Reducer, Strategy
 from stepscope.torch_tools.gradient_hooks import hook_of
 
@@ -63,6 +65,14 @@ class DDP(NotCopied, nn.Module):
     Gradients are averaged with equal weight, which is correct if every rank has the same number of
     samples. In a step where they differ, call `batch_of(samples)`: each rank is then weighted by
     its share of all samples, and a rank without samples contributes zero.
+
+    `verify_every=N` compares a digest of all parameters between the ranks before the first step
+    and then in every Nth one. It guarantees that ranks whose parameters differ in any bit do not
+    train on: within N steps every rank raises an error with the step, a rank and the parameters.
+    `verify_parameters()` compares them at once, for example after the last step.
+
+    A rank that ends, hangs or is cut off by the network makes the others raise `PeerLost`, which
+    names the ranks, within the timeout of the process group.
     """
 
     label = "DDP"
@@ -75,6 +85,7 @@ class DDP(NotCopied, nn.Module):
         bucket_mb: float = 25.0,
         *,
         missing_gradients: Literal["raise", "zero"] = "raise",
+        verify_every: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -84,6 +95,7 @@ class DDP(NotCopied, nn.Module):
             raise ParallelError(f"bucket_mb is {bucket_mb}", "it must be greater than 0")
         if not dist.is_initialized():
             raise ParallelError("there is no process group", "use World.connected or torchrun")
+        connect_peers(group)
         self.module = module
         self.timing = SyncTiming(0.0, 0.0)
         self._group = group
@@ -101,6 +113,7 @@ class DDP(NotCopied, nn.Module):
             self._reducer.names,
             "different buckets than rank 0",
             "strategy and bucket_mb must be the same on all ranks",
+            verify_every=verify_every,
         )
         broadcast([*module.parameters(), *module.buffers()], group)
         self._synchronize = True
@@ -215,6 +228,7 @@ class DDP(NotCopied, nn.Module):
             absent=absent,
             allow_missing=self._missing == "zero",
             buffers=buffers_identity(self.module),
+            values=self._values() if self._agreement.verifies else None,
         )
         arrived = time.perf_counter()
         reducer.send_rest(used, self._factor)
@@ -223,6 +237,16 @@ class DDP(NotCopied, nn.Module):
         reducer.reset()
         self._samples, self._factor = None, 1.0 / self._world
         broadcast(list(running_buffers(self.module)), self._group)
+
+    def verify_parameters(self) -> None:
+        """Raise on every rank, naming a rank and its parameters, unless the parameters of all ranks
+        are equal bit by bit; collective."""
+        self._agreement.verify(self._values())
+
+    def _values(self) -> dict[str, int]:
+        """Digests of all parameters, frozen ones included."""
+        named = dict(self.module.named_parameters())
+        return dict(zip(named, digests(named.values()), strict=True))
 
     def _require_planned_gradients(self) -> None:
         """Raise if the backward pass reached a parameter that is not in this step's plan."""

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from stepscope.errors import StepscopeError
 
 
 class ParallelError(StepscopeError):
     """Inconsistent ranks, or a wrapper that is used in the wrong order."""
+
+
+class PeerLost(ParallelError):  # noqa: N818
+    """Ranks do not answer: their process ended or hangs, or the network does not reach them.
+
+    `ranks` has them as ranks of the job, `nodes` the nodes on which no rank answers.
+    """
+
+    def __init__(self, what: str, ranks: Sequence[int], nodes: Sequence[str]) -> None:
+        super().__init__(what, "check that their processes run, and the network between the nodes")
+        self.ranks = tuple(ranks)
+        self.nodes = tuple(nodes)
 
 
 class RankFailed(ParallelError):  # noqa: N818

@@ -42,7 +42,8 @@ string as the reason.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,11 +53,15 @@ from torch import Tensor, nn
 from stepscope.parallel.agreement import Agreement
 from stepscope.parallel.broadcast import broadcast, buffers_identity, running_buffers
 from stepscope.parallel.clipping import clip
-from stepscope.parallel.collective_order import Order
+from stepscope.parallel.collective_order import Order, Verb
+from stepscope.parallel.collectives import all_reduce
+from stepscope.parallel.digests import digests
 from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.guard import NotCopied, refuse_early_steps, refuse_sparse_gradients
+from stepscope.parallel.memory_order import as_real, in_logical_order
 from stepscope.parallel.model_layout import require_same_layout
 from stepscope.parallel.parameter_watch import ParameterWatch
+from stepscope.parallel.peers import connect_peers
 from stepscope.parallel.sharded_module import COPY_HINT, Unit
 from stepscope.parallel.sharded_parameter import ShardedParameter
 from stepscope.torch_tools.gradient_hooks import hook_for_life
@@ -76,6 +81,14 @@ class FSDP(NotCopied, nn.Module):
 
     Gradients are those of this rank's rows: clip them with `model.clip_grad_norm_(1.0)`. Torch's
     function and its GradScaler only see the gradients of one rank; bfloat16 needs no loss scaling.
+
+    `verify_every=N` compares a digest of the replicated parameters between the ranks before the
+    first step and then in every Nth one: ranks that differ in any bit raise within N steps, with
+    the step, a rank and the parameters. A row of a sharded parameter exists on one rank only.
+    `verify_parameters()` compares them at once.
+
+    A rank that ends, hangs or is cut off by the network makes the others raise `PeerLost`, which
+    names the ranks, within the timeout of the process group.
     """
 
     label = "FSDP"
@@ -87,12 +100,14 @@ class FSDP(NotCopied, nn.Module):
         compute_dtype: torch.dtype | None = None,
         *,
         reduce_dtype: torch.dtype | None = None,
+        verify_every: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         if not dist.is_initialized():
             raise ParallelError("there is no process group", "use World.connected or torchrun")
         _refuse_unsupported(module)
+        connect_peers(group)
         require_same_layout(module, group)
         self.module = module
         self.compute_dtype = compute_dtype
@@ -108,6 +123,7 @@ class FSDP(NotCopied, nn.Module):
             "a different compute_dtype or reduce_dtype than rank 0",
             "they must be the same on all ranks",
             self.order,
+            verify_every,
         )
         self._dtypes = dtypes
         broadcast(list(module.buffers()), group)
@@ -208,6 +224,18 @@ class FSDP(NotCopied, nn.Module):
     def steps(self) -> int:
         return self._agreement.steps
 
+    @contextmanager
+    def observed(self, observer: Callable[[Verb, str, dist.Work | None], None]) -> Iterator[None]:
+        """Call `observer` with each gather of a parameter: its work when it is issued, and None
+        when the parameter is needed."""
+        for shard in self.sharded.values():
+            shard.observer = observer
+        try:
+            yield
+        finally:
+            for shard in self.sharded.values():
+                shard.observer = None
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
         for shard in self.sharded.values():
             # The rows may have changed since the last forward pass.
@@ -233,7 +261,11 @@ class FSDP(NotCopied, nn.Module):
                 "there is no gradient to synchronize",
                 "call finish_gradient_synchronization once, after a backward",
             )
-        self._agreement.exchange(used, buffers=buffers_identity(self.module))
+        self._agreement.exchange(
+            used,
+            buffers=buffers_identity(self.module),
+            values=self._values() if self._agreement.verifies else None,
+        )
         for shard in self.sharded.values():
             shard.finish()
         small = [p for p in self._replicated if p.requires_grad]
@@ -250,6 +282,16 @@ class FSDP(NotCopied, nn.Module):
                 "call finish_gradient_synchronization first",
             )
         return clip(self.sharded, self._replicated, max_norm, norm_type, self.process_group)
+
+    def verify_parameters(self) -> None:
+        """Raise on every rank, naming a rank and its parameters, unless the replicated parameters
+        of all ranks are equal bit by bit; collective."""
+        self._agreement.verify(self._values())
+
+    def _values(self) -> dict[str, int]:
+        """Digests of the parameters that every rank stores."""
+        named = {n: p for n, p in self.module.named_parameters() if p not in self.sharded}
+        return dict(zip(named, digests(named.values()), strict=True))
 
     def gather_full_params(self) -> dict[str, Tensor]:
         """Return every parameter in full, in the dtype in which it is stored; collective."""
@@ -312,13 +354,15 @@ def _average(parameters: list[nn.Parameter], group: dist.ProcessGroup | None, si
     """Average the gradients of small parameters in one message. Each has a flag for whether
     any rank has a gradient."""
     parts = [torch.zeros_like(p) if p.grad is None else p.grad / size for p in parameters]
+    parts = [as_real(in_logical_order(part)) for part in parts]
     flags = torch.tensor([float(p.grad is not None) for p in parameters], device=parts[0].device)
     flat = torch.cat([flags, *(part.reshape(-1) for part in parts)])
-    dist.all_reduce(flat, group=group)
+    all_reduce(flat, group)
     used = flat[: len(parts)].tolist()
     offset = len(parts)
     for parameter, part, count in zip(parameters, parts, used, strict=True):
         if count:
-            piece = flat[offset : offset + part.numel()]
-            parameter.grad = piece.view(part.shape).to(part.dtype)
+            # With the strides of the parameter, as autograd makes a gradient.
+            parameter.grad = torch.empty_like(parameter)
+            as_real(parameter.grad).copy_(flat[offset : offset + part.numel()].view(part.shape))
         offset += part.numel()

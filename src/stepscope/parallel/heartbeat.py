@@ -43,6 +43,9 @@ class Pulse(NamedTuple):
     progress_s: float
     step: int
     state: State
+    beat_cpu_s: float
+    """CPU time of the process at the last beat."""
+    progress_cpu_s: float
 
 
 class Page:
@@ -59,10 +62,17 @@ class Page:
     def create(cls, path: Path, ranks: int) -> Page:
         path.write_bytes(b"\0" * (ranks * _FIELDS * 8))
         page = cls(path, ranks)
-        now = time.monotonic()
         for rank in range(ranks):
-            page.write(rank, beat_s=now, progress_s=now, step=-1, state=State.STARTING)
+            page.write(rank, step=-1, state=State.STARTING)
+        page.restart()
         return page
+
+    def restart(self) -> None:
+        """Count the time of ranks that have not started from now on."""
+        now = time.monotonic()
+        for rank in range(len(self._times) // _FIELDS):
+            if self.read(rank).state is State.STARTING:
+                self.write(rank, beat_s=now, progress_s=now)
 
     def read(self, rank: int) -> Pulse:
         base = rank * _FIELDS
@@ -71,6 +81,8 @@ class Page:
             self._times[base + 1],
             self._numbers[base + 2],
             State(self._numbers[base + 3]),
+            self._times[base + 4],
+            self._times[base + 5],
         )
 
     def write(
@@ -81,12 +93,16 @@ class Page:
         progress_s: float | None = None,
         step: int | None = None,
         state: State | None = None,
+        cpu_s: float = 0.0,
     ) -> None:
+        """Write what is given, each time with the CPU time of the process."""
         base = rank * _FIELDS
         if beat_s is not None:
             self._times[base] = beat_s
+            self._times[base + 4] = cpu_s
         if progress_s is not None:
             self._times[base + 1] = progress_s
+            self._times[base + 5] = cpu_s
         if step is not None:
             self._numbers[base + 2] = step
         if state is not None:
@@ -130,7 +146,7 @@ class Heartbeat:
 
     def _update(self, **fields: Any) -> None:
         if self._page is not None:
-            self._page.write(self._rank, **fields)
+            self._page.write(self._rank, cpu_s=time.process_time(), **fields)
 
     def _beat(self) -> None:
         while True:
@@ -159,6 +175,24 @@ def descendants(*processes: int) -> list[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
             children += psutil.Process(process).children(recursive=True)
     return children
+
+
+def cpu_time(process: int) -> float:
+    """CPU time of a process in seconds; 0 if it ended."""
+    try:
+        times = psutil.Process(process).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def runnable_threads(process: int) -> int:
+    """Number of threads of a process that run or wait for a core; 0 where Linux does not tell."""
+    states = []
+    for thread in Path(f"/proc/{process}/task").glob("*/stat"):
+        with suppress(OSError):  # The thread ended.
+            states.append(thread.read_bytes().rpartition(b") ")[2][:1])
+    return states.count(b"R")
 
 
 HEARTBEAT = Heartbeat()

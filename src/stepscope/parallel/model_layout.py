@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stepscope.parallel.collectives import all_gather, gather_objects, message_device
 from stepscope.parallel.errors import ParallelError
 
 TensorSpec = tuple[str, tuple[int, ...], str, bool]
@@ -33,13 +34,12 @@ def require_same_lines(
     lines: list[TensorSpec], of: str, group: dist.ProcessGroup | None = None
 ) -> None:
     digest = hashlib.sha256(repr(lines).encode()).digest()
-    own = torch.tensor(list(digest), dtype=torch.uint8, device=_message_device(group))
-    digests = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(digests, own, group=group)
-    if all(torch.equal(digests[0], other) for other in digests):
+    own = torch.tensor(list(digest), dtype=torch.uint8, device=message_device(group))
+    digests = own.new_empty((dist.get_world_size(group), own.numel()))
+    all_gather(digests.view(-1), own, group)
+    if bool((digests == digests[0]).all()):
         return
-    layouts: list[list[TensorSpec]] = [[] for _ in digests]
-    dist.all_gather_object(layouts, lines, group=group)
+    layouts: list[list[TensorSpec]] = gather_objects(lines, group)
     rank = next(r for r, other in enumerate(layouts) if other != layouts[0])
     raise ParallelError(
         f"rank {rank} has a different {of} than rank 0: {_difference(layouts[0], layouts[rank])}"
@@ -66,8 +66,3 @@ def shape_and_dtype(tensor: Tensor) -> str:
 
 def _size(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "scalar"
-
-
-def _message_device(group: dist.ProcessGroup | None) -> torch.device:
-    nccl = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from stepscope.parallel.buckets import MEGABYTE, Item, OwnedRows, Rows, plan_buckets, share_out
-from stepscope.parallel.heartbeat import HEARTBEAT
+from stepscope.parallel.collectives import start_broadcast
 from stepscope.parallel.inner_optimizer import Make, as_views, follow, on_its_device
+from stepscope.parallel.memory_order import in_logical_order, in_order_of
+from stepscope.parallel.peers import finish
 from stepscope.parallel.reshard import Saved, Span, concatenated
 
 
@@ -60,6 +62,10 @@ class OwnedParameters:
 
     def add_group(self, group: dict[str, Any]) -> None:
         params: list[Tensor] = group["params"]
+        for parameter in params:
+            # Rows are sent from the parameter itself. All ranks divide it alike, so its strides,
+            # which may differ between them, do not matter.
+            parameter.data = in_logical_order(parameter.data)
         options = {key: value for key, value in group.items() if key != "params"}
         pieces = share_out([self._rows(parameter) for parameter in params], self._loads)
         queues = [
@@ -75,7 +81,7 @@ class OwnedParameters:
 
     def _rows(self, parameter: Tensor) -> Rows:
         size = parameter.numel() * parameter.element_size()
-        if not (self._by_rows and parameter.dim() and size and parameter.is_contiguous()):
+        if not (self._by_rows and parameter.dim() and size):
             return Rows(1, size)
         return Rows(parameter.shape[0], size // parameter.shape[0])
 
@@ -115,14 +121,9 @@ class OwnedParameters:
                 if parcel.optimizer is not None:
                     _update(parcel, parcel.optimizer, groups[parcel.group])
             for parcel in parcels:
-                sender = parcel.owner
-                if self._group is not None:
-                    sender = dist.get_global_rank(self._group, sender)
-                work = dist.broadcast(parcel.buffer, sender, group=self._group, async_op=True)
-                in_flight.append(work)
-        with HEARTBEAT.waiting():
-            for work in in_flight:
-                work.wait()
+                in_flight.append(start_broadcast(parcel.buffer, parcel.owner, self._group))
+        for work in in_flight:
+            finish(work, self._group)
 
     def local_state(self) -> dict[str, Any]:
         return {
@@ -163,7 +164,11 @@ def _update(parcel: Parcel, optimizer: Optimizer, group: dict[str, Any]) -> None
     divided = [(share, share.rows) for share in parcel.shares if share.rows is not None]
     for share, rows in divided:
         gradient = share.parameter.grad
-        share.own.grad = None if gradient is None else rows.of(gradient)
+        share.own.grad = None if gradient is None else in_order_of(share.own, rows.of(gradient))
+    for share in parcel.shares:
+        if share.rows is None and share.own.grad is not None:
+            # A gradient that is older than the buffers has the strides of the original parameter.
+            share.own.grad = in_order_of(share.own, share.own.grad)
     optimizer.step()
     for share, _ in divided:
         share.own.grad = None

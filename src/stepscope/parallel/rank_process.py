@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from stepscope.errors import UsageError, one_line
+from stepscope.parallel.errors import PeerLost
 from stepscope.parallel.heartbeat import HEARTBEAT, Page, State
 from stepscope.parallel.main_module import GUARD
 from stepscope.parallel.pickling import Received, Result, dumps, why_not
@@ -70,7 +71,8 @@ def run_rank(
         # Inside as well: leaving the group makes the others fail, and this rank must report first.
         with world.connected(patience_s), _reported(job / f"raised-{rank}", connected=True):
             result = Result(_pickled(function(world, *arguments)))
-    HEARTBEAT.state(State.FINISHED)
+            # Before leaving the group, which makes ranks that wait for this one fail.
+            HEARTBEAT.state(State.FINISHED)
     return result
 
 
@@ -133,6 +135,12 @@ def _reported(path: Path, *, connected: bool) -> Iterator[None]:
         raise
 
 
+def _in_collective(error: BaseException) -> bool:
+    """True if torch.distributed raised the error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and "torch/distributed/" in frames[-1].filename
+
+
 def _write_report(path: Path, error: BaseException, *, connected: bool) -> None:
     """Write atomically what ended this rank and when."""
     what, cause = f"raised {one_line(error)}", error
@@ -145,6 +153,7 @@ def _write_report(path: Path, error: BaseException, *, connected: bool) -> None:
         "what": what,
         "cannot_start": str(error) if isinstance(error, CannotStart) else None,
         "connected": connected,
+        "in_collective": isinstance(error, PeerLost) or _in_collective(error),
         "stack": "".join(traceback.format_exception(cause)),
     }
     unfinished = path.with_suffix(".part")

@@ -3,7 +3,8 @@
 Every rank issues the same reductions in the order of the plan, regardless of the order in which
 its backward pass produced the gradients. A gradient that is ready early waits for its position; a
 missing one is sent as zeros at the end. Gradients therefore cannot mix. `agreement.py` checks that
-they belong together.
+they belong together. A message has the logical order of the parameter on every rank, whatever the
+strides of a gradient are there; the averaged gradient has the strides of the parameter.
 """
 
 from __future__ import annotations
@@ -16,11 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepscope.parallel.buckets import MEGABYTE, Bucket, Item, identity, plan_buckets
+from stepscope.parallel.collectives import start_all_reduce
 from stepscope.parallel.errors import ParallelError
-from stepscope.parallel.heartbeat import HEARTBEAT
+from stepscope.parallel.memory_order import in_logical_order, in_order_of
+from stepscope.parallel.peers import finish
 
 Strategy = Literal["naive", "flat", "overlap", "bucketed"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+
+def items_of(parameters: Sequence[Tensor], names: Sequence[str]) -> list[Item]:
+    return [
+        Item(name, p.numel(), p.element_size(), f"{p.dtype} {p.device}")
+        for name, p in zip(names, parameters, strict=True)
+    ]
 
 
 class Reducer:
@@ -36,10 +46,7 @@ class Reducer:
     ) -> None:
         self.parameters = parameters
         self.names = names
-        self.items = [
-            Item(name, p.numel(), p.element_size(), f"{p.dtype} {p.device}")
-            for name, p in zip(names, parameters, strict=True)
-        ]
+        self.items = items_of(parameters, names)
         limit = {"flat": float("inf"), "bucketed": bucket_mb * MEGABYTE}.get(strategy, 0.0)
         self.buckets = plan_buckets(self.items, limit)
         self.identity = identity(self.buckets, self.items)
@@ -103,12 +110,13 @@ class Reducer:
         self._next = len(self.buckets)
 
     def wait(self, used: Sequence[bool]) -> None:
-        with HEARTBEAT.waiting():
-            for work in self._in_flight:
-                work.wait()
+        for work in self._in_flight:
+            finish(work, self._group)
         for index, parameter in enumerate(self.parameters):
             if not used[index]:
                 parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad = in_order_of(parameter, parameter.grad)
 
     def _pack(self, index: int, factor: float) -> None:
         """Scale the gradient, in its bucket if it has one."""
@@ -121,9 +129,11 @@ class Reducer:
                 "use dense gradients",
             )
         if gradient is None:
-            parameter.grad = torch.zeros_like(parameter) if view is None else view.zero_()
+            # Not zeros_like, which has the strides of the parameter.
+            empty = parameter.new_zeros(parameter.shape) if view is None else view.zero_()
+            parameter.grad = empty
         elif view is None:
-            parameter.grad = gradient.contiguous().mul_(factor)
+            parameter.grad = in_logical_order(gradient).mul_(factor)
         elif gradient is view:
             view.mul_(factor)
         else:
@@ -136,13 +146,11 @@ class Reducer:
         if tensor is None:
             tensor = self.parameters[bucket.items[0]].grad
         assert tensor is not None
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        assert work is not None
+        work = start_all_reduce(tensor, self._group)
         if self.observer is not None:
             self.observer(tensor.numel() * tensor.element_size(), work)
         if self._blocking:
-            with HEARTBEAT.waiting():
-                work.wait()
+            finish(work, self._group)
         else:
             self._in_flight.append(work)
 

@@ -53,7 +53,9 @@ class Unit(NotCopied):
             shard = self._root.sharded.get(parameter)
             if shard is not None:
                 value = Gather.apply(parameter, shard)  # type: ignore[no-untyped-call]
-                gathered[value.untyped_storage().data_ptr()] = shard
+                if value.numel():
+                    # Empty tensors have no address of their own.
+                    gathered[value.untyped_storage().data_ptr()] = shard
                 self._root.used(shard)
             else:
                 value = _cast(parameter, dtype) if dtype else parameter
@@ -137,6 +139,24 @@ def _hooks_around() -> Hooks | None:
     return None if top is None else top(True)
 
 
+class Reference(NamedTuple):
+    """A view of a full weight: what is needed to make it again from the gathered rows."""
+
+    shard: ShardedParameter
+    dtype: torch.dtype
+    """Differs from that of the weight in a view such as `torch.view_as_real(weight)`."""
+    geometry: tuple[int, torch.Size, tuple[int, ...]]
+    """Offset in the storage, shape and strides."""
+    is_conj: bool
+    is_neg: bool
+    """The lazy bits of `weight.conj()` and `weight.conj().imag`."""
+
+    def of(self, full: Tensor) -> Tensor:
+        view = full.new_empty(0, dtype=self.dtype).set_(full.untyped_storage(), *self.geometry)
+        view = view.conj() if self.is_conj else view
+        return torch._neg_view(view) if self.is_neg else view
+
+
 class SaveReferences:
     """Pack hook: save a reference and the view's geometry instead of a full weight."""
 
@@ -148,7 +168,13 @@ class SaveReferences:
     def __call__(self, tensor: Tensor) -> Any:
         shard = self._gathered.get(tensor.untyped_storage().data_ptr())
         if shard is not None:
-            return shard, tensor.shape, tensor.stride(), tensor.storage_offset()
+            return Reference(
+                shard,
+                tensor.dtype,
+                (int(tensor.storage_offset()), tensor.shape, tensor.stride()),
+                tensor.is_conj(),
+                tensor.is_neg(),
+            )
         return tensor if self.around is None else Delegated(self.around[1], self.around[0](tensor))
 
 
@@ -157,14 +183,15 @@ def _unpack(packed: Any) -> Tensor:
         return packed
     if isinstance(packed, Delegated):
         return packed.unpack(packed.packed)
-    shard, shape, stride, offset = packed
+    reference: Reference = packed
+    shard = reference.shard
     full: Tensor = shard.full("regather")
     if shard.before is not None:
         shard.before.prefetch("regather")
     if not shard.parameter.requires_grad:
         # No gradient will mark the end of its use.
         shard.release()
-    return full.as_strided(shape, stride, offset)
+    return reference.of(full)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

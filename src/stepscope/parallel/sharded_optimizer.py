@@ -22,6 +22,9 @@ The options are passed through: the update is that of `optimizer_cls(params, **k
 bit, also if a matrix is divided by rows. `fused=True` selects torch's fused kernels, which read and
 write memory once and round differently. The `scatter` form averages the gradients itself, so its
 updates are those of the averages as that reduction rounds them.
+
+A rank that ends, hangs or is cut off by the network makes the others raise `PeerLost` within the
+timeout of the process group.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from stepscope.errors import unknown_name
 from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.model_layout import require_same_lines, tensor_line
 from stepscope.parallel.owned import OwnedParameters
+from stepscope.parallel.peers import connect_peers
 from stepscope.parallel.slices import SlicedParameters
 
 Form = Literal["broadcast", "scatter"]
@@ -110,7 +114,7 @@ class ShardedOptimizer(Optimizer):
             raise unknown_name("form", form, FORMS)
         if not dist.is_initialized():
             raise ParallelError("there is no process group", "use World.connected or torchrun")
-
+        connect_peers(group)
         params = [_readable_twice(entry) for entry in params]
 
         def make(params: list[Tensor], options: dict[str, Any]) -> Optimizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from stepscope.parallel.collective_order import Order, Verb
-from stepscope.parallel.collectives import all_gather, reduce_scatter
+from stepscope.parallel.collectives import start_all_gather, start_reduce_scatter
 from stepscope.parallel.errors import ParallelError
-from stepscope.parallel.heartbeat import HEARTBEAT
+from stepscope.parallel.memory_order import in_logical_order, in_order_of
+from stepscope.parallel.peers import finish
 
 
 class ShardedParameter:
@@ -44,6 +46,8 @@ class ShardedParameter:
         self.before: ShardedParameter | None = None
         self.after: ShardedParameter | None = None
         """Neighbors in the order of the last forward pass, for prefetching."""
+        self.observer: Callable[[Verb, str, dist.Work | None], None] | None = None
+        """Called with the work of each gather as it is issued, and without when it is needed."""
         self._full: Tensor | None = None
         self._pending: tuple[Tensor, dist.Work] | None = None
         self._reducing: list[tuple[Tensor, dist.Work]] = []
@@ -66,11 +70,15 @@ class ShardedParameter:
         if self._full is None and self._pending is None:
             self._order.use(verb, self.name)
             # The current dtype: the module may have been converted since it was wrapped.
-            self._pending = self._start_gather(self._compute_dtype or self.parameter.dtype)
+            self._pending = self._start_gather(self._dtype_or(self._compute_dtype))
+            if self.observer is not None:
+                self.observer(verb, self.name, self._pending[1])
 
     def full(self, verb: Verb) -> Tensor:
         """All rows in the compute dtype; waits for the prefetch or gathers them now."""
         if self._full is None:
+            if self.observer is not None:
+                self.observer(verb, self.name, None)
             self.prefetch(verb)
             assert self._pending is not None
             (padded, work), self._pending = self._pending, None
@@ -91,14 +99,19 @@ class ShardedParameter:
     def gather_master(self) -> Tensor:
         """All rows in the dtype in which they are stored."""
         padded, work = self._start_gather(self.parameter.dtype)
-        with HEARTBEAT.waiting():
-            work.wait()
+        finish(work, self._group)
         return padded[: self.shape[0]]
+
+    def _dtype_or(self, dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype, if it is given and the parameter is of real numbers: a cast would discard the
+        imaginary part of a complex one."""
+        own = self.parameter.dtype
+        return dtype if dtype is not None and own.is_floating_point else own
 
     def _start_gather(self, dtype: torch.dtype) -> tuple[Tensor, dist.Work]:
         own = self._padded(self.parameter.detach().to(dtype), self._chunk)
         padded = own.new_empty((self._size * self._chunk, *self.shape[1:]))
-        work = all_gather(padded, own, group=self._group, async_op=True)
+        work = start_all_gather(padded, own, self._group)
         return padded, work
 
     def reduce(self, gradient: Tensor) -> None:
@@ -110,18 +123,17 @@ class ShardedParameter:
                 "use dense gradients",
             )
         self._order.use("reduce", self.name)
-        gradient = gradient.to(self._reduce_dtype or self.parameter.dtype)
+        gradient = gradient.to(self._dtype_or(self._reduce_dtype))
         scaled = self._padded(gradient, self._size * self._chunk) / self._size
         own = scaled.new_empty((self._chunk, *self.shape[1:]))
-        work = reduce_scatter(own, scaled, group=self._group, async_op=True)
+        work = start_reduce_scatter(own, scaled, self._group)
         self._reducing.append((own, work))
 
     def finish(self) -> None:
         """Add the reduced gradients to the parameter's gradient."""
         for own, work in self._reducing:
-            with HEARTBEAT.waiting():
-                work.wait()
-            gradient = own[: self.rows].to(self.parameter.dtype)
+            finish(work, self._group)
+            gradient = in_order_of(self.parameter, own[: self.rows].to(self.parameter.dtype))
             if self.parameter.grad is None:
                 self.parameter.grad = gradient
             else:
@@ -132,7 +144,7 @@ class ShardedParameter:
     @staticmethod
     def _padded(rows: Tensor, count: int) -> Tensor:
         if rows.shape[0] == count:
-            return rows.contiguous()
+            return in_logical_order(rows)
         padded = rows.new_zeros((count, *rows.shape[1:]))
         padded[: rows.shape[0]] = rows
         return padded

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import Optimizer
 
-from stepscope.parallel.collectives import all_gather, reduce_scatter
+from stepscope.parallel.collectives import start_all_gather, start_reduce_scatter
 from stepscope.parallel.errors import ParallelError
-from stepscope.parallel.heartbeat import HEARTBEAT
 from stepscope.parallel.inner_optimizer import Make, as_views, follow, on_its_device
+from stepscope.parallel.peers import finish
 
 
 class FlatGroup(NamedTuple):
@@ -65,8 +65,7 @@ class SlicedParameters:
         arriving = [(flat, *self._reduce(flat)) for flat in self._flat_groups]
         leaving = []
         for flat, gradient, work in arriving:
-            with HEARTBEAT.waiting():
-                work.wait()
+            finish(work, self._group)
             flat.own.grad = gradient[: flat.own.numel()]
             follow(flat.optimizer, groups[flat.group])
             flat.optimizer.step()
@@ -74,10 +73,9 @@ class SlicedParameters:
             chunk = flat.buffer.numel() // self._size
             mine = flat.buffer[self._rank * chunk : (self._rank + 1) * chunk]
             # A copy: not every backend allows overlapping input and output.
-            leaving.append(all_gather(flat.buffer, mine.clone(), group=self._group, async_op=True))
-        with HEARTBEAT.waiting():
-            for work in leaving:
-                work.wait()
+            leaving.append(start_all_gather(flat.buffer, mine.clone(), self._group))
+        for work in leaving:
+            finish(work, self._group)
 
     def _reduce(self, flat: FlatGroup) -> tuple[Tensor, dist.Work]:
         gradients = torch.zeros_like(flat.buffer)
@@ -88,7 +86,7 @@ class SlicedParameters:
                 torch.mul(parameter.grad, 1.0 / self._size, out=view)
             offset += parameter.numel()
         own = gradients.new_empty(gradients.numel() // self._size)
-        work = reduce_scatter(own, gradients, group=self._group, async_op=True)
+        work = start_reduce_scatter(own, gradients, self._group)
         return own, work
 
     def local_state(self) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 The processes are started by torch's elastic multiprocessing. This module adds supervision: a rank
 that dies is reported within a fraction of a second, a stopped or stuck one when its limit expires,
-with its step and stack. No rank outlives the job or the process that started it.
+with its step and stack. A rank that only waits for a core is given the time that it lacks. No rank
+outlives the job or the process that started it.
 """
 
 from __future__ import annotations
@@ -33,17 +34,32 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from stepscope.errors import UsageError
 from stepscope.parallel.errors import ParallelError, RankFailed
-from stepscope.parallel.heartbeat import Page, Pulse, State, descendants
+from stepscope.parallel.heartbeat import (
+    Page,
+    Pulse,
+    State,
+    cpu_time,
+    descendants,
+    runnable_threads,
+)
 from stepscope.parallel.main_module import main_to_import, ranks_import_main, refuse_unguarded
 from stepscope.parallel.pickling import Opened, Sent, why_not
 from stepscope.parallel.rank_process import refuse_within_import, run_rank
 from stepscope.parallel.world import RENDEZVOUS
+from stepscope.processes import signal_name
 
 _POLL_S = 0.02
 _GRACE_S = 0.06
 """Ranks fail within this time after another rank died; the first of them is the cause."""
 _STACK_WAIT_S = 1.0
 _EXIT_CODE_WAIT_S = 0.45
+_UNATTENDED_S = 1.0
+"""From this time between two polls on, this process was stopped or starved, as its ranks may have
+been: it does not count."""
+_LOOKS = 12
+"""Number of polls in which a rank beyond a limit may move: it beats every 0.1 s."""
+_STARVED_BELOW = 0.8
+"""Share of a core per runnable thread below which a rank is starved."""
 _MAX_RECONNECTS = 2
 _GLOO_CONNECT = "connectFullMesh"
 """Function of Gloo in which ranks sometimes fail to connect on a busy machine. No user code has run
@@ -60,7 +76,8 @@ class _NotConnectedError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Time limits of a job in seconds."""
+    """Time limits of a job in seconds. A rank that the machine does not let run, because others use
+    its cores, has as many seconds of CPU time, up to the total limit."""
 
     start: float = 60.0
     """Until a rank has joined the group and begun its first step."""
@@ -103,7 +120,7 @@ def launch(
     refuse_unguarded(main)
     task = Sent((function, arguments), "script" if main else "none")
     # Longer than the limits of the supervisor, which can name the rank.
-    timeout_s = 2 * max(limits.start, limits.step)
+    timeout_s = max(2 * max(limits.start, limits.step), limits.total)
     rank_arguments = (backend, device, timeout_s, threads, os.getpid())
     try:
         return _retry_connecting(lambda: _supervised(task, main, rank_arguments, ranks, limits))
@@ -132,6 +149,7 @@ def _supervised(
         with ranks_import_main():
             context = _start(task, (task, main, job, *rank_arguments), job, ranks)
         signals.take()
+        page.restart()
         watch = JobWatch(context, page, Path(job), ranks, limits)
         try:
             return watch.until_done()
@@ -209,20 +227,25 @@ class JobWatch:
         self._limits = limits
         self._pids = context.pids()
         self._exit_codes: dict[int, int] = {}
+        self._gaps: list[tuple[float, float]] = []
 
     def until_done(self) -> list[Any]:
-        deadline = time.monotonic() + self._limits.total
+        started = polled = time.monotonic()
         while True:
+            now = time.monotonic()
+            if now - polled > _UNATTENDED_S:
+                self._gaps.append((now, now - polled))
+            polled = now
             pulses = [self._page.read(rank) for rank in self._ranks]
             if any(p.state is State.RAISED for p in pulses) or self._dead(pulses):
                 self._raise_first_failure()
-            self._fail_if_silent(pulses, time.monotonic())
+            self._fail_if_silent(pulses)
             done = self._poll()
             if done is not None:
                 if done.failures:
                     self._raise_first_failure()
                 return [self._value(rank, done.return_values[rank]) for rank in self._ranks]
-            if time.monotonic() > deadline:
+            if self._since(started) > self._limits.total:
                 self._fail_stuck(pulses, f"was not finished after {self._limits.total:g} s")
             time.sleep(_POLL_S)
 
@@ -284,6 +307,11 @@ class JobWatch:
             refused = UsageError(raised[first]["cannot_start"])
             refused.add_note(f"stack of rank {first}:\n{stacks[first]}")
             raise refused
+        finished = [rank for rank in self._ranks if pulses[rank].state is State.FINISHED]
+        if finished and raised[first]["in_collective"]:
+            # It left the group, which closed its connections.
+            what = f"returned, but rank {first} waited for it and {raised[first]['what']}"
+            raise RankFailed(finished[0], pulses[finished[0]].step, what, stacks)
         failed = RankFailed(first, pulses[first].step, raised[first]["what"], stacks)
         if not raised[first]["connected"] and _GLOO_CONNECT in raised[first]["what"]:
             raise _NotConnectedError(failed)
@@ -299,9 +327,7 @@ class JobWatch:
         code = self._exit_codes.get(rank)
         if code is None:
             return "died"
-        return (
-            f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        )
+        return f"died of {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
     def _poll(self) -> RunProcsResult | None:
         """Poll torch, which reports an end only once, and store the exit codes."""
@@ -310,29 +336,63 @@ class JobWatch:
             self._exit_codes |= {r: failure.exitcode for r, failure in result.failures.items()}
         return result
 
-    def _fail_if_silent(self, pulses: list[Pulse], now: float) -> None:
+    def _since(self, then: float) -> float:
+        """Seconds since then, without those in which this process did not run."""
+        return time.monotonic() - then - sum(gap for at, gap in self._gaps if at > then)
+
+    def _fail_if_silent(self, pulses: list[Pulse]) -> None:
         for rank, pulse in enumerate(pulses):
             started = pulse.state is not State.STARTING or pulse.step >= 0
             limit_s = self._limits.beat if started else max(self._limits.beat, self._limits.start)
-            if pulse.state is not State.FINISHED and now - pulse.beat_s > limit_s:
+            if pulse.state is State.FINISHED or self._since(pulse.beat_s) <= limit_s:
+                continue
+            if not self._may_move(rank, limit_s, lambda one: (one.beat_s, one.beat_cpu_s)):
                 what = f"stopped: no heartbeat for {limit_s:g} s"
                 raise RankFailed(rank, pulse.step, what, self._stacks())
         running = [rank for rank in self._ranks if pulses[rank].state is not State.FINISHED]
         for rank in running:
             limit_s = self._limits.step if pulses[rank].step >= 0 else self._limits.start
-            if now - pulses[rank].progress_s > limit_s:
+            if self._since(pulses[rank].progress_s) <= limit_s:
+                continue
+            # The others may wait for a rank that is starved.
+            if not any(
+                self._may_move(one, limit_s, lambda pulse: (pulse.progress_s, pulse.progress_cpu_s))
+                for one in {rank, *(r for r in running if pulses[r].state is not State.WAITING)}
+            ):
                 self._fail_stuck(pulses, f"is stuck: no progress for {limit_s:g} s")
 
+    def _may_move(
+        self, rank: int, limit_s: float, moved: Callable[[Pulse], tuple[float, float]]
+    ) -> bool:
+        """True if a rank moves again, or lacks only a core to do so: threads of it could run, and
+        got less CPU time since it moved than the limit and than they would on an idle machine."""
+        before = moved(self._page.read(rank))
+        for _ in range(_LOOKS):
+            if moved(self._page.read(rank)) != before:
+                return True
+            at_s, cpu_s = before
+            # The time of another process is rounded down.
+            used_s = max(0.0, cpu_time(self._pids[rank]) - cpu_s)
+            most_s = min(limit_s, _STARVED_BELOW * self._since(at_s))
+            if used_s < most_s * runnable_threads(self._pids[rank]):
+                return True
+            time.sleep(_POLL_S)
+        return False
+
     def _fail_stuck(self, pulses: list[Pulse], what: str) -> None:
-        """Fail with a rank that does not wait for others, or with the one furthest behind."""
+        """Fail with a rank that does not wait for others, or with the one furthest behind; if all
+        wait, with one that returned."""
         stacks = self._stacks()
 
-        def blame(rank: int) -> tuple[bool, bool, int]:
-            pulse = pulses[rank]
-            waits = pulse.state is State.WAITING or in_collective(stacks.get(rank, ""))
-            return pulse.state is State.FINISHED, waits, pulse.step
+        def waits(rank: int) -> bool:
+            return pulses[rank].state is State.WAITING or in_collective(stacks.get(rank, ""))
 
-        cause = min(self._ranks, key=blame)
+        finished = [rank for rank in self._ranks if pulses[rank].state is State.FINISHED]
+        unfinished = [rank for rank in self._ranks if rank not in finished] or finished
+        cause = min(unfinished, key=lambda rank: (waits(rank), pulses[rank].step))
+        if finished and waits(cause):
+            waiting = cause
+            cause, what = finished[0], f"returned, but rank {waiting} waits for it and {what}"
         raise RankFailed(cause, pulses[cause].step, what, stacks)
 
     def _stacks(self, *ranks: int) -> dict[int, str]:

@@ -69,7 +69,11 @@ class World:
 
     @contextmanager
     def connected(self, timeout_s: float = 60.0, store: Store | None = None) -> Iterator[World]:
-        """Join the process group for the duration of the block, through `store` if given."""
+        """Join the process group for the duration of the block, through `store` if given.
+
+        Ranks that do not answer within `timeout_s` of a collective of DDP, FSDP or ShardedOptimizer
+        make every other rank raise PeerLost, which names them.
+        """
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         try:

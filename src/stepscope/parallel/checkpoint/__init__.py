@@ -8,6 +8,7 @@ optimizer unchanged, and all ranks raise the same error.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -26,10 +27,11 @@ from torch.distributed.tensor import DTensor
 from stepscope.errors import one_line
 from stepscope.parallel.checkpoint.checksums import CHECKSUMS, SummingWriter, write_checksums
 from stepscope.parallel.checkpoint.reading import DataPlanner, VerifyingReader
+from stepscope.parallel.collectives import gather_objects
 from stepscope.parallel.errors import ParallelError
 from stepscope.parallel.fsdp import FSDP
-from stepscope.parallel.heartbeat import HEARTBEAT
 from stepscope.parallel.inner_optimizer import on_its_device
+from stepscope.parallel.peers import answered
 from stepscope.parallel.sharded_optimizer import ShardedOptimizer
 
 _OPTIONS = "options"
@@ -149,7 +151,7 @@ def _save(
     first = dist.get_rank(ranks) == 0
 
     def prepare() -> str:
-        if final.exists():
+        if os.path.lexists(final):
             raise ParallelError(f"{final} exists already", "choose another name")
         for name, value in state.items():
             parts = value if type(value) is tuple else (value,)
@@ -160,6 +162,9 @@ def _save(
                 )
         if first:
             shutil.rmtree(unfinished, ignore_errors=True)
+            # A link, which rmtree leaves, would be followed by the writer.
+            if os.path.lexists(unfinished):
+                raise ParallelError(f"{unfinished} is in the way", "remove it")
         # As one string: lists would be flattened into separate entries.
         return json.dumps(groups, default=float)
 
@@ -168,11 +173,11 @@ def _save(
     # The second entry distinguishes a checkpoint that lost its checksums from one without any.
     entries = state | {_OPTIONS: options, CHECKSUMS: CHECKSUMS}
     try:
-        save(entries, storage_writer=writer, process_group=ranks)
+        with answered(ranks):
+            save(entries, storage_writer=writer, process_group=ranks)
     except CheckpointException as error:
         raise _failure(f"{final} cannot be saved", error) from error
-    written: list[Any] = [None] * dist.get_world_size(ranks)
-    dist.all_gather_object(written, writer.sums, group=ranks)
+    written = gather_objects(writer.sums, ranks)
 
     def finish() -> None:
         if first:
@@ -208,7 +213,8 @@ def _load(
             stacklevel=3,
         )
     try:
-        load(wanted, storage_reader=reader, planner=DataPlanner(), process_group=ranks)
+        with answered(ranks):
+            load(wanted, storage_reader=reader, planner=DataPlanner(), process_group=ranks)
     except CheckpointException as error:
         raise _failure(f"{path} cannot be loaded", error) from error
     wanted.pop(CHECKSUMS, None)
@@ -240,9 +246,7 @@ def _on_all_ranks(work: Callable[[], T], ranks: dist.ProcessGroup | None) -> T:
         cause = error
         ours = isinstance(error, ParallelError)
         message = str(error) if ours else f"{type(error).__name__}: {error}"
-    messages: list[str | None] = [None] * dist.get_world_size(ranks)
-    with HEARTBEAT.waiting():
-        dist.all_gather_object(messages, message, group=ranks)
+    messages: list[str | None] = gather_objects(message, ranks)
     failed = next((text for text in messages if text is not None), None)
     if failed is not None:
         raise ParallelError(failed) from cause

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
+from stepscope.errors import in_one_line
 from stepscope.parallel.errors import ParallelError
 
 CHECKSUMS = "checksums.json"
@@ -105,6 +107,13 @@ def write_checksums(folder: Path, sums: Mapping[str, FileSums]) -> None:
         os.fsync(file.fileno())
 
 
+class _Content(msgspec.Struct, frozen=True):
+    """Contents of the file: the checksums of all blocks of each file, with its size."""
+
+    block: int
+    files: dict[str, tuple[int, list[int]]]
+
+
 def read_checksums(folder: Path) -> dict[str, FileSums] | None:
     """Checksums by file; None if there are none, as in checkpoints of earlier versions."""
     path = folder / CHECKSUMS
@@ -117,7 +126,10 @@ def read_checksums(folder: Path) -> dict[str, FileSums] | None:
     head, body = data[:9], data[9:]
     if head != b"%08x\n" % zlib.crc32(body):
         raise ParallelError(f"{path} is damaged: it does not match its own checksum")
-    content = json.loads(body)
-    if content["block"] != BLOCK:
-        raise ParallelError(f"{path} has blocks of {content['block']} bytes, expected {BLOCK}")
-    return {name: FileSums(size, crcs) for name, (size, crcs) in content["files"].items()}
+    try:
+        content = msgspec.json.decode(body, type=_Content)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise ParallelError(f"{path} is damaged: {in_one_line(error)}") from error
+    if content.block != BLOCK:
+        raise ParallelError(f"{path} has blocks of {content.block} bytes, expected {BLOCK}")
+    return {name: FileSums(size, crcs) for name, (size, crcs) in content.files.items()}

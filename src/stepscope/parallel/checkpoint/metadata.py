@@ -7,8 +7,6 @@ consists of, rejects every other name, and the real objects are created from val
 
 from __future__ import annotations
 
-import io
-import pickle
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -25,7 +23,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from stepscope.errors import StepscopeError
 from stepscope.parallel.errors import ParallelError
+from stepscope.pickles import GuardedUnpickler, UnsafePickleError
 
 T = TypeVar("T")
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
@@ -59,9 +59,11 @@ class _StandIn:
         self.state = state
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(GuardedUnpickler):
+    kind = "checkpoint metadata"
+
     def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
+        super().__init__(data, many_tuples=True)
         # New classes for each call: a pickle can set attributes of a class that it is given.
         self._stand_ins: dict[str, type[_StandIn]] = {}
 
@@ -69,16 +71,10 @@ class _Unpickler(pickle.Unpickler):
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
             return getattr(torch, global_name)
         if global_name not in _NAMES.get(module_name, ()):
-            raise ParallelError(
-                f"it names {module_name}.{global_name}, which checkpoint metadata does not need",
-                "loading it with other tools could run code",
-            )
+            return super().find_class(module_name, global_name)
         if global_name not in self._stand_ins:
             self._stand_ins[global_name] = type(global_name, (_StandIn,), {})
         return self._stand_ins[global_name]
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise ParallelError(f"it refers to an object outside of the file ({pid!r:.40})")
 
 
 def parse_metadata(data: bytes) -> Metadata:
@@ -95,6 +91,10 @@ def parse_metadata(data: bytes) -> Metadata:
         }
     except ParallelError:
         raise
+    except StepscopeError as error:
+        raise ParallelError(str(error)) from error
+    except UnsafePickleError as error:
+        raise ParallelError(f"it is damaged: {error}") from error
     # A damaged pickle can raise any exception that its opcodes allow.
     except Exception as error:
         raise ParallelError(f"it is damaged: {type(error).__name__}") from error

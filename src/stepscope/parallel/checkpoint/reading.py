@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -16,12 +17,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from stepscope.errors import one_line, some
+from stepscope.errors import StepscopeError, one_line, some
+from stepscope.files import read_limited
 from stepscope.parallel.checkpoint.checksums import BLOCK, CHECKSUMS, FileSums, read_checksums
 from stepscope.parallel.checkpoint.metadata import parse_metadata
 from stepscope.parallel.errors import ParallelError
+from stepscope.pickles import check
 
 _METADATA = ".metadata"
+MAX_METADATA_BYTES = 64 << 20
+"""Size of the metadata, and of the pickle of an item: 400,000 pieces of tensors."""
 _NAMED = 3
 """Number of parameters listed in an error message; the others are counted."""
 _HINT = "restore the file or load another checkpoint"
@@ -54,6 +59,8 @@ class VerifyingReader(FileSystemReader):
         stored = self.storage_data[item.storage_index]
         try:
             self._verify(stored.relative_path, stored.offset, stored.offset + stored.length)
+            path = self._folder / stored.relative_path
+            _check_pickle(path, stored.offset, stored.length)
             super().read_data(dataclasses.replace(plan, items=[item]), planner).wait()
         except ParallelError:
             raise
@@ -68,11 +75,13 @@ class VerifyingReader(FileSystemReader):
     def _parsed(self) -> Metadata:
         path = self._folder / _METADATA
         try:
-            data = path.read_bytes()
+            data = read_limited(path, MAX_METADATA_BYTES, "save fewer, larger tensors")
         except OSError as error:
             raise ParallelError(
                 f"{self._folder} is not a checkpoint: {path} cannot be read: {error.strerror}"
             ) from error
+        except StepscopeError as error:
+            raise ParallelError(str(error)) from error
         if self.sums is not None and not self.sums.get(_METADATA, FileSums()).matches(data):
             raise ParallelError(f"{path} is damaged: its checksum does not match", _HINT)
         try:
@@ -158,3 +167,38 @@ class DataPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+class _Slice(io.RawIOBase):
+    """A range of bytes of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(0, begin + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._offset + self._at)
+        part = self._file.read(max(0, min(len(buffer), self._length - self._at)))
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
+def _check_pickle(path: Path, offset: int, length: int) -> None:
+    """Check the pickle of an item, which is a zip archive of `torch.save`: with `weights_only`
+    torch restricts what a pickle calls, not how deeply its tuples are nested."""
+    with path.open("rb") as file, zipfile.ZipFile(_Slice(file, offset, length)) as item:
+        pickles = [info for info in item.infolist() if info.filename.endswith("data.pkl")]
+        if len(pickles) != 1 or pickles[0].file_size > MAX_METADATA_BYTES:
+            raise ValueError("it does not have one pickle of a supported size")
+        check(item.read(pickles[0]), many_tuples=True)
