@@ -11,6 +11,7 @@ from examples.cs336_lm import LanguageModel
 from torch import Tensor, nn
 from torch.nn import functional
 
+import accelerated_models
 import stepscope
 from accelerated_models import OwnModel
 from nano_gpt import NanoGPT
@@ -241,6 +242,33 @@ def test_training_with_updates_in_the_backward_pass_is_the_same(name: str, graph
     plain = losses(name, fused=False, max_grad_norm=None)
     fused = losses(name, fused=True, graph=graph, max_grad_norm=None)
     assert_same_training(name, plain, fused, None)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0], ids=["in the backward", "after it"])
+@pytest.mark.parametrize("row", [None, 3], ids=["weight", "row"])
+def test_writes_through_data_between_replays_are_used(
+    row: int | None, max_grad_norm: float | None
+) -> None:
+    """A captured step reads the casts that its update writes until one is out of date."""
+
+    def run(graph: Any) -> tuple[list[Tensor], stepscope.TrainStep]:
+        model = accelerated_models.created().cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        stepscope.accelerate(model, optimizer)
+        step = stepscope.TrainStep(
+            model, optimizer, max_grad_norm=max_grad_norm, dtype=torch.bfloat16, graph=graph
+        )
+        values = []
+        for number in range(16):
+            if number in (9, 12):
+                weight = model.head.weight.data
+                (weight if row is None else weight[row]).mul_(0.5)
+            values.append(step(accelerated_models.batch(number)))
+        return values, step
+
+    (expected, _), (actual, step) = run("off"), run("on")
+    torch.testing.assert_close(actual, expected, rtol=5e-3, atol=5e-3)
+    assert step.captured.statistics.captured == 2, step.explain()
 
 
 @pytest.mark.parametrize("name", PIECES)

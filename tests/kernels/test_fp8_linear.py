@@ -228,7 +228,7 @@ def test_cached_casts_follow_the_weight() -> None:
     assert copies.find(weight) is None
     weight.data.mul_(-1)
     assert torch.equal(fp8_linear(x, weight, copies=copies), second)
-    copies.invalidate(weight)
+    copies.refresh(all_of_them=True)
     assert torch.equal(fp8_linear(x, weight, copies=copies), -second)
     # The matmul dtype has a copy of its own.
     assert copies.narrow((weight,), HALF)[0].dtype == HALF

@@ -145,6 +145,21 @@ def test_unsupported_parameters_are_updated_by_the_naive_version(launches: list[
     assert launches == [2, 2]
 
 
+@pytest.mark.parametrize("layout", ["negated", "transposed"])
+def test_the_memory_of_a_gradient_may_differ_from_that_of_its_parameter(layout: str) -> None:
+    results = []
+    for rule in (AdamW, FusedAdamW):
+        values = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
+        parameter = nn.Parameter(values.to(DEVICE))
+        gradient = torch.arange(15.0, device=DEVICE).view(3, 5).t() - 7
+        # A lazily negated tensor is contiguous, and its memory has the other sign.
+        negated = torch._neg_view((-gradient).contiguous())
+        parameter.grad = negated if layout == "negated" else gradient
+        rule([parameter], lr=0.1).step()
+        results.append(parameter.detach())
+    torch.testing.assert_close(*results)
+
+
 def test_closure_runs_with_gradients_enabled_and_returns_its_loss() -> None:
     weight = nn.Parameter(torch.tensor([3.0], device=DEVICE))
     optimizer = FusedAdamW([weight], lr=0.1, weight_decay=0.0)

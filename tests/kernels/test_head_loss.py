@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from accuracy import hold_to_policy
+from stepscope.acceleration.forward_registry import add_layer
 from stepscope.acceleration.pieces import deferred_logits
 from stepscope.acceleration.pieces.deferred_logits import DeferredLogits
 from stepscope.acceleration.pieces.head_loss import find, with_deferred_logits
@@ -125,7 +126,7 @@ def replaced(model: nn.Module, copies: WeightCopies | None = None) -> nn.Module:
     assert not left
     assert replacements
     for one in replacements:
-        one.module.forward = types.MethodType(one.forward, one.module)
+        add_layer(one.module, one.forward, None)
     return model
 
 
@@ -267,12 +268,11 @@ def test_a_copy_runs_its_own_weights() -> None:
     assert model.get_parameter("embedding.weight").grad is None
 
 
-def test_undo_is_the_deletion_of_the_attribute() -> None:
+def test_undo_is_the_removal_of_the_layers() -> None:
     model = decoder(LOSSES["nanoGPT"])
     before = {name: dict(vars(one)) for name, one in model.named_modules()}
-    replaced(model)
-    for one, _ in ((one, name) for name, one in model.named_modules()):
-        vars(one).pop("forward", None)
+    for layer in [add_layer(one.module, one.forward, None) for one in find(model, None)[0]]:
+        layer.remove()
     assert {name: dict(vars(one)) for name, one in model.named_modules()} == before
     assert isinstance(model(*batch())[0], Tensor)
 
@@ -365,7 +365,7 @@ def test_what_is_left_alone() -> None:
     assert "soft-capping" in reason(config(final_logit_softcapping=30.0))
     assert "scaled" in reason(config(logit_scale=0.0625))
     assert "scaled" in reason(config(logits_scaling=8.0))
-    assert "replaced" in reason(lambda model: setattr(model, "forward", model.forward))
+    assert "replaced" in reason(lambda model: setattr(model, "forward", lambda *_: None))
     without, left = find(nn.Sequential(nn.Linear(4, 4)), None)
     assert not without
     assert not left

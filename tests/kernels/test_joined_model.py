@@ -313,15 +313,6 @@ def test_fused_linear_layers(layers: int, biased: bool, transposed: bool, autoca
 
 
 class TestWeightCopies:
-    def test_an_invalidated_copy_is_made_again(self) -> None:
-        copies, weights = WeightCopies(), self.weights()
-        (copied,) = copies.narrow(weights, HALF)
-        weights[0].data.mul_(2)
-        assert not torch.equal(copies.narrow(weights, HALF)[0][:4], weights[0].detach().to(HALF))
-        copies.invalidate(weights[0])
-        assert copies.narrow(weights, HALF)[0] is copied
-        assert torch.equal(copied[:4], weights[0].detach().to(HALF))
-
     def weights(self) -> tuple[nn.Parameter, nn.Parameter]:
         return nn.Parameter(draw(4, 8)), nn.Parameter(draw(6, 8, seed=1))
 

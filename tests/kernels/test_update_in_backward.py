@@ -103,6 +103,37 @@ def test_what_needs_all_gradients_updates_after_the_backward_pass(options: Any) 
     assert not torch.equal(step.model.embed.weight, before)  # type: ignore[union-attr]
 
 
+def test_what_the_optimizer_gets_later_moves_the_update_after_the_backward_pass() -> None:
+    calls = []
+    for change, reason in (
+        (lambda one: one.register_step_post_hook(lambda *_: calls.append(1)), "step hooks"),
+        (lambda one: one.add_param_group(group(amsgrad=True)), "amsgrad=True"),
+    ):
+        step, _, _ = created(scheduled=False)
+        step(tokens(0))
+        assert "updated in the backward pass" in step.explain()
+        change(step.optimizer)
+        step(tokens(1))
+        assert f"follows the backward pass: {reason}" in step.explain().replace(
+            "the optimizer has ", ""
+        )
+    assert calls == [1]
+
+
+def group(**options: Any) -> dict[str, Any]:
+    return {"params": [nn.Parameter(torch.ones(4, device=DEVICE))], **options}
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=str)
+def test_an_undone_update_is_that_of_torch(options: Any) -> None:
+    step, fused, _ = created(scheduled=False, **options)
+    step(tokens(0))
+    fused.undo()
+    step(tokens(1))
+    assert "follows the backward pass" in step.explain()
+    assert all(state["step"] == 2 for state in step.optimizer.state.values())
+
+
 def test_an_optimizer_with_hooks_updates_after_the_backward_pass() -> None:
     model = Tied()
     optimizer = AdamW(model.parameters())

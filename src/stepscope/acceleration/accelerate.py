@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.acceleration.checks import Alike
+from stepscope.acceleration.forward_registry import add_layer, forward_below, layer_owners
 from stepscope.acceleration.own_classes import embeddings
-from stepscope.acceleration.patches import Patch, bind_forward, restore_forward
+from stepscope.acceleration.patches import Patch
 from stepscope.acceleration.pieces import (
     attention,
     attention_kernel,
@@ -44,7 +45,7 @@ from stepscope.errors import UsageError
 from stepscope.kernels.fp8.layers import Fp8Layers
 from stepscope.kernels.fp8.recipe import Recipe, unavailable
 from stepscope.kernels.weight_copies import WeightCopies
-from stepscope.torch_tools.gradient_hooks import notify
+from stepscope.torch_tools.module_hooks import without_global_hooks
 from stepscope.torch_tools.triton_available import is_interpreted
 
 SDPA = "SDPA"
@@ -127,24 +128,21 @@ def accelerate(
     kinds = {parameter.device.type for parameter in inner.parameters()}
     report.on_cpu = kinds == {"cpu"} and not is_interpreted()
     switch = getattr(inner, "set_fused", None)
-    copies = WeightCopies(inner.parameters()) if switch is None else inner.copies
+    copies = inner.copies if switch is not None else WeightCopies(inner.parameters(), keep=False)
     assert isinstance(copies, WeightCopies)
     _ACCELERATED.add(inner)
     report.on_undo(lambda: _ACCELERATED.discard(inner))
-    _invalidate_after_backward(inner, copies, report)
     if fp8 is not None:
         _use_fp8(inner, copies, fp8, report)
     if not excluded(attention.PIECE, "", type(inner), patterns):
         _use_sdpa(inner, report)
     if switch is not None:
-        # A model of `stepscope.model` has its own fused layers.
-        switch(True)
-        report.notes.append("fused layers       all")
-        report.on_undo(lambda: switch(False))
+        _use_own_fused_layers(inner, report)
     alike = Alike()
-    for replacement in _find(inner, copies, report, patterns) if switch is None else ():
-        checked = replacement.piece in _NOT_COMPARED
-        report.add(Patch(replacement, checked, report.reject, copies, alike))
+    with without_global_hooks():
+        for replacement in _find(inner, copies, report, patterns) if switch is None else ():
+            checked = replacement.piece in _NOT_COMPARED
+            report.add(Patch(replacement, checked, report.reject, copies, alike, report))
     if switch is None:
         report.leave(*mixtures_of_experts(inner))
     _set_dtype(inner, compute, report)
@@ -168,13 +166,22 @@ def _require_known(model: nn.Module, patterns: tuple[str | type[nn.Module], ...]
             )
 
 
-def _invalidate_after_backward(model: nn.Module, copies: WeightCopies, report: Report) -> None:
-    """Copy a weight again after each gradient, unless the fused update has written its copy. Many
-    optimizers write through `.data`, which no version counter shows."""
-    for name, parameter in model.named_parameters():
-        # Biases are copied too, parameters of norms are not.
-        if parameter.requires_grad and (parameter.dim() > 1 or name.endswith("bias")):
-            report.on_undo(notify(parameter, copies.invalidate).remove)
+def _use_own_fused_layers(model: Any, report: Report) -> None:
+    """Switch on the fused layers of a model of `stepscope.model`, as far as they are off."""
+    copies: WeightCopies = model.copies
+    kept, projections = (copies.keeps, copies.reads), model.fused_projections
+    unfused = [one for one in model.modules() if getattr(one, "fused", None) is False]
+
+    def restore() -> None:
+        model.fused_projections = projections
+        for module in unfused:
+            module.fused = False
+        copies.keeps, copies.reads = kept
+
+    copies.keeps = copies.reads = False
+    model.set_fused(True)
+    report.notes.append("fused layers       all")
+    report.on_undo(restore)
 
 
 def _is_fp8(dtype: Any) -> bool:
@@ -246,7 +253,9 @@ def replaceable(model: nn.Module) -> dict[str, list[str]]:
     if inner in _ACCELERATED or hasattr(inner, "set_fused") or _is_replicated(model):
         return {}
     names: dict[str, list[str]] = {SDPA: [""]} if attention.uses_eager_attention(inner) else {}
-    for replacement in _find(inner, WeightCopies(), Report(""), ()):
+    with without_global_hooks():
+        found = list(_find(inner, WeightCopies(), Report(""), ()))
+    for replacement in found:
         if replacement.piece == attention_masks.PIECE:
             # It replaces no work of an eager step.
             continue
@@ -276,7 +285,10 @@ def _find(
         for one in replacements:
             attends = one.piece in (attention_kernel.PIECE, rotary.PIECE)
             without = attends and attention.PIECE in patterns
-            if without or excluded(one.piece, one.name, type(one.module), patterns):
+            others = [owner for owner in layer_owners(one.module) if owner is not report]
+            if others:
+                report.leave(Left(one.piece, one.name, "it is part of another accelerated model"))
+            elif without or excluded(one.piece, one.name, type(one.module), patterns):
                 report.leave(Left(one.piece, one.name, "excluded"))
             elif one.name.startswith(experts):
                 report.leave(Left(one.piece, one.name, "part of a mixture of experts"))
@@ -351,18 +363,14 @@ def _set_dtype(model: nn.Module, dtype: torch.dtype | None, report: Report) -> N
     if dtype is None:
         return
     kind = next((p.device.type for p in model.parameters()), "cpu")
-    previous, original = model.__dict__.get("forward"), model.forward
+    original = forward_below(model)
 
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if module is not model:
-            # A copy of the model.
-            return type(module).forward(module, *args, **kwargs)
+    def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(kind, dtype):
             return original(*args, **kwargs)
 
-    bind_forward(model, forward)
+    report.on_undo(add_layer(model, forward, report).remove)
     report.notes.append(f"autocast           {str(dtype).removeprefix('torch.')}")
-    report.on_undo(lambda: restore_forward(model, previous))
 
 
 def _fuse(optimizer: Any, copies: WeightCopies, report: Report) -> None:

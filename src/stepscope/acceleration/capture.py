@@ -11,6 +11,7 @@ import functools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from stepscope.acceleration.graphs.arguments import (
     refuse_result,
     with_tensors,
 )
+from stepscope.acceleration.graphs.casts import Casts, Digests
 from stepscope.acceleration.graphs.cuda import Backend, CudaGraphs, Cut, Replayable
 from stepscope.acceleration.graphs.discovery import find_objects
 from stepscope.acceleration.graphs.optimizers import watched_steps
@@ -75,7 +77,9 @@ class _Graph(NamedTuple):
     written: list[Tensor]
     """Parameters that it updates."""
     recopies: bool
-    """True if it repeats all copies of weights, so that a write by hand is honored."""
+    """True if it repeats all casts of weights, so that a write by hand is honored."""
+    casts: Digests
+    """Casts of weights that it reads and its update writes."""
     generation: int
 
 
@@ -103,6 +107,7 @@ class Captured:
         pool_bytes: int | None = None,
         modules: Iterable[nn.Module] | None = None,
         optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        parameters: Callable[[], list[Tensor]] = list,
         written_between: bool = False,
         required: bool = False,
         on_failure: Callable[[], None] | None = None,
@@ -117,11 +122,13 @@ class Captured:
         self._warmup, self._max_graphs, self._pool_bytes = warmup, max_graphs, pool_bytes
         self._modules = None if modules is None else list(modules)
         self._optimizers = _listed(optimizer)
+        self._parameters = parameters
         self._required, self._on_failure = required, on_failure
         self._backend, self._given_backend = backend, backend is not None
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._found: list[Optimizer] = []
         self._state = State((), ())
+        self._casts = Casts(())
         self._versions: list[int] = []
         self._reads_gradients: bool | None = None
         self._written_by_hand = written_between
@@ -190,7 +197,7 @@ class Captured:
             # One eager step creates what the change needs, such as optimizer state.
             entry.graph, entry.calls = None, self._warmup - 1
         if change is not None and not self._state.is_complete():
-            self._replace_state(State(self._state.roots, self._state.optimizers))
+            self._replace_state(self._state.now())
             entry = self._entry(call)
         if entry.calls >= self._warmup and change is None and self._knows_gradients():
             why = self._capture(backend, entry, call, args, kwargs)
@@ -212,11 +219,13 @@ class Captured:
         modules = [*modules, *(one for one in call.objects if isinstance(one, nn.Module))]
         optimizers = [*optimizers, *(one for one in call.objects if isinstance(one, Optimizer))]
         optimizers += [one for one in self._found if not any(one is other for other in optimizers)]
-        if not self._state.has(modules, optimizers):
-            self._replace_state(State(modules, optimizers))
+        parameters = self._parameters()
+        if not self._state.has(modules, optimizers, parameters):
+            self._replace_state(State(modules, optimizers, parameters))
 
     def _replace_state(self, state: State) -> None:
         self._state = state
+        self._casts = Casts(state.optimizers)
         self._versions = state.versions()
         # Graphs and snapshots belong to the former objects.
         self._entries.clear()
@@ -270,7 +279,8 @@ class Captured:
             return "the random number generator was replaced"
         if not self._knows_gradients():
             return "there are gradients at the start of the step for the first time"
-        if not graph.recopies and self._state.versions() != self._versions:
+        changed = self._state.versions() != self._versions
+        if not graph.recopies and (changed or graph.casts.differ()):
             self._written_by_hand = True
             return "weights were written between steps for the first time"
         return None
@@ -299,11 +309,16 @@ class Captured:
     def _name(self) -> str:
         return str(getattr(self._function, "__qualname__", type(self._function).__name__))
 
-    def _eager(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _eager(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, warmup: bool = False
+    ) -> Any:
         before = self._state.versions()
+        keeps = (warmup or self.graphs > 0) and not self._written_by_hand
         self.statistics.eager += 1
         try:
-            result = self._function(*args, **kwargs)
+            # Graphs read the casts that an update in this call would otherwise leave behind.
+            with self._casts.kept(read=False) if keeps else nullcontext():
+                result = self._function(*args, **kwargs)
         except Exception as error:
             if self._state.versions() != before:
                 error.add_note("Parameters were updated before this error in a captured step.")
@@ -326,7 +341,7 @@ class Captured:
                 self._found.append(optimizer)
 
         with watched_steps(self._state.optimizers, on_step), backend.on_side_stream():
-            result = self._eager(args, kwargs)
+            result = self._eager(args, kwargs, warmup=True)
         entry.calls += 1
         self._learn(usage)
         if numbers.was_used():
@@ -396,6 +411,8 @@ class Captured:
         if self._written_by_hand:
             # Every copy of a weight is out of date, so that the graph includes its refresh.
             increment_versions(state.parameters)
+        else:
+            self._casts.refresh()
         if not self._reads_gradients:
             # The step replaces them: their memory is free for the graph.
             state.set_gradients([None] * len(state.parameters))
@@ -410,6 +427,8 @@ class Captured:
             self._recover(gradients)
             raise
         self._versions = after = state.versions()
+        # What the captured update has marked: a replay writes it.
+        casts = Digests(()) if self._written_by_hand else self._casts.written()
         return _Graph(
             graph,
             inputs,
@@ -417,6 +436,7 @@ class Captured:
             state.gradients(),
             [p for p, a, b in zip(state.parameters, before, after, strict=True) if a != b],
             self._written_by_hand,
+            casts,
             backend.generation,
         )
 
@@ -432,7 +452,8 @@ class Captured:
         # Casts of weights that were cached before would be stale in every replay.
         torch.clear_autocast_cache()
         try:
-            with self._state.captured(), watched_steps(self._state.optimizers, on_step):
+            kept = nullcontext() if self._written_by_hand else self._casts.kept(read=True)
+            with kept, self._state.captured(), watched_steps(self._state.optimizers, on_step):
                 result = self._function(*inputs.args, **inputs.kwargs)
         finally:
             torch.clear_autocast_cache()

@@ -316,7 +316,12 @@ def _preserved(module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     attributes = [_Attributes(part) for part in module.modules()]
     apart = saved_tensors_hooks(Tensor.detach, lambda saved: saved)
-    with torch.random.fork_rng(devices), apart, _disable_current_modes():
+    with (
+        torch.random.fork_rng(devices),
+        apart,
+        _disable_current_modes(),
+        _without_gradient_hooks(module),
+    ):
         yield
     for one in attributes:
         one.restore()
@@ -324,6 +329,23 @@ def _preserved(module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
         for buffer, value in buffers:
             if not torch.equal(buffer, value):
                 buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def _without_gradient_hooks(module: nn.Module) -> Iterator[None]:
+    """Compute gradients of the parameters without the hooks of `Tensor.register_hook`."""
+    hooks = [
+        (p._backward_hooks, p._backward_hooks.copy())
+        for p in module.parameters()
+        if p._backward_hooks
+    ]
+    for registered, _ in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, before in hooks:
+            registered.update(before)
 
 
 class _Attributes:

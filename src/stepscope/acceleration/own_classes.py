@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepscope.acceleration.forward_registry import own_forward
+
 _ROWS, _COLUMNS = 5, 3
 _Comparison = Callable[[nn.Module], bool]
 
@@ -97,7 +99,7 @@ def _small(module: nn.Module, names: set[str]) -> nn.Module | None:
     numbers = any(type(value) is float for value in vars(module).values())
     if not weight.is_floating_point() or module._modules or module._buffers or numbers:
         return None
-    if "forward" in vars(module) or type(module).__module__.startswith("torch."):
+    if own_forward(module) is not None or type(module).__module__.startswith("torch."):
         return None
     generator = torch.Generator().manual_seed(0)
     sizes = {"weight": (_ROWS, _COLUMNS), "bias": (_ROWS,)}

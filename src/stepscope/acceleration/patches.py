@@ -1,27 +1,25 @@
 """Installs replacements in a model and restores it.
 
-A replacement is bound on the instance as `forward`, so hooks, parameter names and `state_dict` stay
-as they are. A copy of the model (`deepcopy`, `torch.save`) runs the original forward. So does every
-call without gradients, and every call that torch.compile traces, which fuses the original itself.
+A replacement is a layer above the forward of a module (`forward_registry`). The original runs in
+every call without gradients, in every call that torch.compile traces, which fuses the original
+itself, and where global module hooks would miss the parts of a fused module.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepscope.acceleration.checks import Alike, compile_replacement, difference
+from stepscope.acceleration.forward_registry import add_layer, forward_below
 from stepscope.acceleration.replacement import Replacement, has_hooks
-from stepscope.errors import UsageError
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.torch_tools.derivatives import transforms_active
 from stepscope.torch_tools.kernel_compilation import compiles_only
+from stepscope.torch_tools.module_hooks import has_global_hooks
 
 FP8_TOLERANCE = 0.2
 """Relative error of outputs and gradients of a part with FP8 layers: that of one layer is about 4 %
@@ -42,6 +40,7 @@ class Patch:
         on_difference: Callable[[Patch, str], None],
         copies: WeightCopies | None = None,
         alike: Alike | None = None,
+        owner: object = None,
     ) -> None:
         self.replacement = replacement
         self._copies = copies
@@ -52,10 +51,8 @@ class Patch:
         self._in_tuple: dict[frozenset[object], bool] = {}
         """Whether the original returns a tuple of one output, by the flags of a call: they may ask
         for others. Empty unless it did in the call that was compared."""
-        module = replacement.module
-        self._previous = module.__dict__.get("forward")
-        self._original: Callable[..., Any] = module.forward
-        bind_forward(module, _forward_of(self))
+        self._original = forward_below(replacement.module)
+        self._layer = add_layer(replacement.module, self.call, owner)
 
     @property
     def is_checked(self) -> bool:
@@ -67,11 +64,9 @@ class Patch:
         return "" if self._is_used else self._declined
 
     def undo(self) -> None:
-        restore_forward(self.replacement.module, self._previous)
+        self._layer.remove()
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if module is not self.replacement.module:
-            return type(module).forward(module, *args, **kwargs)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or transforms_active():
             return self._original(*args, **kwargs)
         if reason := self._declines(args, kwargs):
@@ -86,7 +81,8 @@ class Patch:
                 # A module that contains this one is compared. This one is once FP8 is back.
                 return self._original(*args, **kwargs)
             self._check(args, kwargs)
-            return module.forward(*args, **kwargs)
+            if not self._layer.is_active:
+                return self._original(*args, **kwargs)
         return self._replaced(*args, **kwargs)
 
     def _record(self, declined: str) -> None:
@@ -101,6 +97,8 @@ class Patch:
 
     def _declines(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return why the original runs in a call with these arguments; empty if it does not."""
+        if has_global_hooks() and self.replacement.module._modules:
+            return "global module hooks would miss its parts"
         if self._in_tuple and not self._in_tuple.get(_flags(args, kwargs)):
             return "it may return other outputs with these flags"
         return self.replacement.declines(self.replacement.module, *args, **kwargs)
@@ -170,43 +168,3 @@ def _not_comparable(module: nn.Module) -> str:
         if any(name in vars(part) for name in part._parameters):
             return "a wrapper replaces its parameters"
     return ""
-
-
-def bind_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Set the forward of an instance, with the signature of the one that it had: Hugging Face's
-    `Trainer` passes the columns of a data set that the signature names."""
-    original = module.forward
-    # Not every callable has a signature.
-    with contextlib.suppress(TypeError, ValueError):
-        named = inspect.signature(original)
-        first = inspect.Parameter("module", inspect.Parameter.POSITIONAL_ONLY)
-        parameters = [first, *(p for p in named.parameters.values() if p.name != first.name)]
-        forward.__signature__ = named.replace(parameters=parameters)  # type: ignore[attr-defined]
-    module.forward = MethodType(forward, module)
-    module._replicate_for_data_parallel = MethodType(_replicate_for_data_parallel, module)  # type: ignore[method-assign]
-
-
-def restore_forward(module: nn.Module, previous: Any) -> None:
-    """Set the forward of an instance back; None removes it, so that the class's is used."""
-    if previous is None:
-        module.__dict__.pop("forward", None)
-        module.__dict__.pop("_replicate_for_data_parallel", None)
-    else:
-        module.forward = previous
-
-
-def _replicate_for_data_parallel(module: nn.Module) -> nn.Module:
-    """Refuse to be replicated: a replica would call the forward that is bound to the original, with
-    the weights of the first device. Pickled as the method of the class, by its name."""
-    raise UsageError(
-        f"DataParallel cannot replicate an accelerated {type(module).__name__}",
-        "use DistributedDataParallel, or undo() of its report",
-    )
-
-
-def _forward_of(patch: Patch) -> Callable[..., Any]:
-    # A pickled bound method is looked up by its name, so it must be called `forward`.
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return patch.call(module, *args, **kwargs)
-
-    return forward

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from stepscope.acceleration.forward_registry import has_own_forward
 from stepscope.acceleration.own_classes import computes_linear
 
 
@@ -40,13 +41,16 @@ Found = tuple[list[Replacement], list[Left]]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether calling the module does more than its forward: hooks, or parametrizations."""
+    """Return whether calling the module does more than the forward of its class: hooks,
+    parametrizations, or a forward that was set on the instance."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-    ) or ("parametrizations" in module._modules)
+        or "parametrizations" in module._modules
+        or has_own_forward(module)
+    )
 
 
 def is_linear(module: object) -> bool:

@@ -24,6 +24,7 @@ from stepscope.acceleration.graphs.arguments import with_tensors
 from stepscope.acceleration.graphs.cuda import Backend
 from stepscope.acceleration.graphs.optimizers import control_of
 from stepscope.acceleration.pieces.head_loss import with_deferred_logits
+from stepscope.acceleration.train_step_arguments import Plan, plan_of, require_valid
 from stepscope.acceleration.update_in_backward import UpdateInBackward, update_in_backward
 from stepscope.errors import UsageError
 from stepscope.optim.in_backward import InBackwardAdamW
@@ -42,8 +43,10 @@ class TrainStep:
     `accumulate` consecutive calls make one update with their averaged gradients; each returns the
     loss of its own batch. `max_grad_norm` clips the norm of the gradients. `dtype` runs forward and
     loss under autocast; None keeps the caller's autocast. `scheduler.step()` is called after each
-    update. `graph="auto"` captures what can be captured, "on" raises if something cannot, "off"
-    runs eagerly.
+    update, without arguments. Parameter groups may be added at any time.
+
+    `graph="auto"` captures what can be captured, "on" raises if something cannot, "off" runs
+    eagerly.
 
     An optimizer that `accelerate` fused updates each parameter during the backward pass, unless
     something needs all gradients at once (clipping, accumulation, a scaler) or
@@ -72,19 +75,8 @@ class TrainStep:
         pool_bytes: int | None = None,
         backend: Backend | None = None,
     ) -> None:
-        if accumulate < 1:
-            raise UsageError(f"accumulate={accumulate} is invalid", "use 1 or more")
-        if isinstance(loss_fn, nn.modules.loss._Loss):
-            name = type(loss_fn).__name__
-            raise UsageError(
-                f"loss_fn={name}() takes outputs and targets, not the model and the batch",
-                f"use loss_fn=lambda model, batch: {name}()(model(batch[0]), batch[1])",
-            )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError(
-                "LBFGS runs the model several times in a step, through a closure",
-                "keep your loop for it, or use an optimizer whose step() takes no closure",
-            )
+        counts = {"accumulate": accumulate, "warmup": warmup, "max_graphs": max_graphs}
+        require_valid(counts, loss_fn, optimizer, max_grad_norm, dtype, scheduler)
         if graph not in GRAPH:
             raise UsageError(f"graph={graph!r} is invalid", f"one of: {', '.join(GRAPH)}")
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -96,37 +88,68 @@ class TrainStep:
             )
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self._loss_fn, self._max_grad_norm, self._dtype = loss_fn, max_grad_norm, dtype
-        self._accumulate, self._graph = accumulate, graph
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._accumulate, self._graph = int(accumulate), graph
         self._pending = 0
-        found = self._optimizer_in_backward(update_in_backward)
-        self._in_backward = None if isinstance(found, str) else found
-        self._after_backward = found if isinstance(found, str) else ""
-        self._eager_update = self._why_eager_update()
-        self._captured = Captured(
+        self._wants_in_backward = update_in_backward
+        self._create_captured = partial(
+            Captured,
             self._run,
             warmup=warmup,
             max_graphs=max_graphs,
             pool_bytes=pool_bytes,
             modules=[model],
-            # An update outside of the graph may change its constants.
-            optimizer=(self._in_backward or optimizer) if self._eager_update is None else [],
-            written_between=self._eager_update is not None,
+            parameters=lambda: self._parameters,
             required=graph == "on",
             on_failure=self._forget_scaling,
             backend=backend,
         )
-        self._run_or_replay = self._run if graph == "off" else self._captured
+        self._plan: Plan | None = None
+        self._in_backward: InBackwardAdamW | None = None
+        self._eager_update: str | None = None
+        self._captured: Captured | None = None
+        self._plan_update()
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        """Parameters of the optimizer, which may have been added after the first step."""
+        return [one for group in self.optimizer.param_groups for one in group["params"]]
+
+    def _plan_update(self) -> None:
+        """Decide where parameters are updated: again if the optimizer has other groups or hooks, or
+        if its update was fused or restored."""
+        previous, self._plan = self._plan, plan_of(self.optimizer)
+        if previous == self._plan:
+            return
+        found = self._optimizer_in_backward(self._wants_in_backward)
+        in_backward = None if isinstance(found, str) else found
+        self._after_backward = found if isinstance(found, str) else ""
+        eager_update = self._why_eager_update()
+        same_optimizer = previous is not None and previous.init_group == self._plan.init_group
+        same_update = in_backward is self._in_backward and eager_update == self._eager_update
+        if same_optimizer and same_update:
+            # The graphs notice changes of the groups.
+            return
+        self._in_backward, self._eager_update = in_backward, eager_update
+        captured = self._create_captured(
+            # An update outside of the graph may change its constants.
+            optimizer=(in_backward or self.optimizer) if eager_update is None else [],
+            written_between=eager_update is not None,
+        )
+        if self._captured is not None:
+            captured.statistics = self._captured.statistics
+        self._captured = captured
 
     def __call__(self, batch: Any) -> Tensor:
         """Run one batch; every `accumulate` batches, update the parameters."""
         batch = self._on_device(batch)
+        self._plan_update()
         if isinstance(self._in_backward, UpdateInBackward):
             self._in_backward.link()
         self._pending += 1
         last = self._pending == self._accumulate
         try:
-            loss: Tensor = self._run_or_replay(batch, last and self._eager_update is None)
+            run = self._run if self._graph == "off" else self.captured
+            loss: Tensor = run(batch, last and self._eager_update is None)
             if last and self._eager_update is not None:
                 self._update()
         except BaseException:
@@ -148,7 +171,7 @@ class TrainStep:
     def explain(self) -> str:
         """Say whether the step is captured and where parameters are updated, and why not in the
         graph or in the backward pass."""
-        parts = ['eager: graph="off"' if self._graph == "off" else self._captured.explain()]
+        parts = ['eager: graph="off"' if self._graph == "off" else self.captured.explain()]
         if self._after_backward:
             parts.append(f"the update follows the backward pass: {self._after_backward}")
         else:
@@ -162,6 +185,7 @@ class TrainStep:
     @property
     def captured(self) -> Captured:
         """The captured function, with its statistics and reasons."""
+        assert self._captured is not None
         return self._captured
 
     def _why_eager_update(self) -> str | None:

@@ -13,7 +13,7 @@ from stepscope.acceleration.report import Report
 from stepscope.advisor.scope.library import Scope
 from stepscope.advisor.scope.stages import Effort
 from stepscope.analysis.limits import mfu, step_ms, tokens_per_second
-from stepscope.analysis.verdict import Verdict
+from stepscope.analysis.verdict import AtMost, Verdict, plain
 from stepscope.cli.messages import log, write_line
 from stepscope.errors import StepscopeError, one_line
 from stepscope.measure.modules import trained_models
@@ -141,13 +141,16 @@ class TrainerRecording:
 
 def metrics_of(record: Record) -> Metrics:
     """Numbers for the loggers of a trainer; what is not known is left out. MFU is relative to the
-    measured matmul rate of this machine, and to the rate in the device's data sheet."""
+    measured matmul rate of this machine (`mfu_at_most` if that may be too low), and to the rate in
+    the device's data sheet."""
     step, trace = step_ms(record), ProgramRecord(record).summary
+    utilization, peak = mfu(record), mfu(record, measured=False)
     values = {
         "step_ms": None if step is None else step.median,
         "tokens_per_second": tokens_per_second(record),
-        "mfu": mfu(record),
-        "mfu_of_data_sheet": mfu(record, measured=False),
+        "mfu": utilization if isinstance(utilization, float) else None,
+        "mfu_at_most": utilization.value if isinstance(utilization, AtMost) else None,
+        "mfu_of_data_sheet": None if peak is None else plain(peak),
         "exposed_communication_ms": None if trace is None else trace.class_ms("communication"),
         "peak_memory_bytes": record.quantity("peak_bytes"),
     }

@@ -108,6 +108,28 @@ def linear_cross_entropy(
         return loss
 
 
+def loss_operator(
+    x: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int, reduction: str
+) -> Tensor:
+    """Compute `linear_cross_entropy` of rows x as one operator, for graphs that are traced outside
+    of `torch.compile`'s own tracer."""
+    needs = torch.is_grad_enabled()
+    compute = torch.promote_types(matmul_dtype(x), matmul_dtype(weight))
+    with torch.autocast(x.device.type, enabled=False):
+        outputs: LossAndGrads = _operator(
+            x,
+            weight,
+            targets,
+            ignore_index,
+            rows_per_chunk(targets.numel(), weight.shape[0], x.shape[-1]),
+            compute,
+            reduction == "mean",
+            needs and x.requires_grad,
+            needs and weight.requires_grad,
+        )
+    return outputs[0]
+
+
 def _differentiated(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of the loss with respect to copies of its inputs."""
     inputs = [

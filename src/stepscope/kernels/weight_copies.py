@@ -8,7 +8,9 @@ concatenated along their rows, so that one matmul serves them all. Their biases 
 
 A change is detected by a tensor's version counter or its memory address. A write through `.data`
 changes neither, nor does the replay of a captured optimizer that writes no copy. After such a
-write, call `refresh(all_of_them=True)`.
+write, call `refresh(all_of_them=True)`. With `keep=False` nothing is cached, and each call casts:
+programs that write through `.data` need no call. Only a captured step reads cached casts then, and
+compares them with the weights before each replay (`written_casts`).
 """
 
 from __future__ import annotations
@@ -43,13 +45,20 @@ class WeightCopies:
     weights are: a wrapper that shards a model later shows gathered weights in their place, and
     writes these without a change of their version.
 
-    `fp8` decides which linear layers that read these copies use FP8 GEMMs; None for no layer.
+    `fp8` decides which linear layers that read these copies use FP8 GEMMs; None for no layer. With
+    `keep=False`, copies are cached within `kept()` only.
     """
 
     def __init__(
-        self, cached: Iterable[Tensor] | None = None, fp8: Fp8Layers | None = None
+        self,
+        cached: Iterable[Tensor] | None = None,
+        fp8: Fp8Layers | None = None,
+        *,
+        keep: bool = True,
     ) -> None:
         self.fp8 = fp8
+        self.keeps = self.reads = keep
+        """Whether copies are cached, and whether layers read them or cast in each call."""
         self.suspends_fp8 = False
         """True within `without_fp8`."""
         self._cached = None if cached is None else WeakTensorKeyDictionary()
@@ -66,9 +75,19 @@ class WeightCopies:
 
     def shared(self, fp8: Fp8Layers | None) -> WeightCopies:
         """Return the same copies for a model that may have other layers in FP8."""
-        view = WeightCopies(fp8=fp8)
+        view = WeightCopies(fp8=fp8, keep=self.keeps)
         view._cached, view._groups, view._positions = self._cached, self._groups, self._positions
         return view
+
+    @contextmanager
+    def kept(self, *, read: bool) -> Iterator[None]:
+        """Cache copies, which optimizers write, and let layers `read` them."""
+        before = self.keeps, self.reads
+        self.keeps, self.reads = True, self.reads or read
+        try:
+            yield
+        finally:
+            self.keeps, self.reads = before
 
     @contextmanager
     def without_fp8(self) -> Iterator[None]:
@@ -90,18 +109,24 @@ class WeightCopies:
         else a copy as one tensor with the rows of all of them."""
         if all(weight.dtype == dtype for weight in weights):
             return tuple(weight.detach() for weight in weights)
-        if self._cached is not None and any(weight not in self._cached for weight in weights):
-            return (torch.cat([weight.detach().to(dtype) for weight in weights]),)
+        if not self._caches(weights):
+            return (_cast(weights, dtype),)
         key = (None, False, tuple(map(id, weights)))
         group = self._groups.get(key)
         if group is None or not group.fits(weights, dtype):
             group = self._create(key, _Group(weights, dtype))
         group.update(weights)
-        return (group.concatenated,)
+        return (group.concatenated if self.reads else _cast(weights, dtype),)
+
+    def _caches(self, weights: Weights) -> bool:
+        known = self._cached is None or all(weight in self._cached for weight in weights)
+        return self.keeps and known
 
     def narrow_padded(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return what matmuls in that dtype read, with `matmul_columns` rows; None if there is no
         such copy."""
+        if weight.dtype != dtype and not self._caches((weight,)):
+            return None
         narrow = self.narrow((weight,), dtype)[0]
         group = self._groups.get((None, False, (id(weight),)))
         if group is not None and group.concatenated is narrow:
@@ -119,8 +144,7 @@ class WeightCopies:
         self, weights: Weights, recipe: Recipe, transposed: bool = False, *, cached: bool = True
     ) -> Quantized:
         """Return all these weights as operands of FP8 GEMMs (`quantize_weights`)."""
-        known = self._cached is None or all(weight in self._cached for weight in weights)
-        if not cached or not known:
+        if not cached or not self._caches(weights):
             return quantize_weights([weight.detach() for weight in weights], recipe, transposed)
         key = (recipe, transposed, tuple(map(id, weights)))
         group = self._groups.get(key)
@@ -128,13 +152,15 @@ class WeightCopies:
             group = _Fp8Group(weights, recipe, transposed)
             self._create(key, group)
         group.update(weights)
+        if not self.reads:
+            return quantize_weights([weight.detach() for weight in weights], recipe, transposed)
         assert group.operands is not None
         return group.operands
 
     def find(self, weight: Tensor) -> Tensor | None:
         """Return the copy of this weight, for an optimizer to update; None if there is not exactly
-        one."""
-        position = self._position_of(weight)
+        one, or nothing is cached now."""
+        position = self._position_of(weight) if self.keeps else None
         return None if position is None else position.group.rows[position.member]
 
     def written(self, weight: Tensor) -> None:
@@ -146,7 +172,7 @@ class WeightCopies:
     def amax_buffer(self, weight: Tensor, block: int) -> Tensor | None:
         """Return where an optimizer writes the largest magnitude of each block of that many values
         of the weight, for its next cast to FP8; None if it is not cast by one scale."""
-        position = self._cast_position_of(weight)
+        position = self._cast_position_of(weight) if self.keeps else None
         return None if position is None else position.group.amax_buffer(position.member, block)
 
     def amax_written(self, weight: Tensor) -> None:
@@ -155,11 +181,23 @@ class WeightCopies:
         if position is not None:
             position.group.amax_versions[position.member] = _Version.of(weight)
 
-    def invalidate(self, weight: Tensor) -> None:
-        """Copy this weight again before its next use, whether a change of it is detected or not."""
-        for position in self._positions.get(id(weight), ()):
-            if position.group.holds(position.member, weight):
-                position.group.mark_changed(position.member)
+    def written_casts(self) -> list[WrittenCast]:
+        """Return the copies that are marked as those of the current weights, and the largest
+        magnitudes that are."""
+        return [
+            written
+            for group in self._groups.values()
+            if (weights := group.weights()) is not None
+            for written in group.written(weights)
+        ]
+
+    def refresh_current(self) -> None:
+        """Update the copies that are marked as current: a weight may have been written through
+        `.data`. The others are updated when they are read."""
+        for group in self._groups.values():
+            weights = group.weights()
+            if weights is not None and group.is_current(weights):
+                group.update(weights, force=True)
 
     def _cast_position_of(self, weight: Tensor) -> _CastPosition | None:
         """Return the position of a weight in the one group that casts it by one scale."""
@@ -193,9 +231,11 @@ class WeightCopies:
         self._groups.clear()
         self._positions.clear()
 
-    def __reduce__(self) -> tuple[type[WeightCopies], tuple[None, Fp8Layers | None]]:
+    def __reduce__(
+        self,
+    ) -> tuple[type[WeightCopies], tuple[None, Fp8Layers | None], dict[str, bool]]:
         """Pickle and copy as empty: the copies belong to these weights."""
-        return WeightCopies, (None, self.fp8)
+        return WeightCopies, (None, self.fp8), {"keeps": self.keeps, "reads": self.reads}
 
     def _create(self, key: _Key, group: _Group) -> _Group:
         for old, other in [*self._groups.items()]:
@@ -211,6 +251,25 @@ class WeightCopies:
         for (*_, owners), group in self._groups.items():
             for index, owner in enumerate(owners):
                 self._positions.setdefault(owner, []).append(_Position(group, index))
+
+
+@torch.no_grad()
+def _cast(weights: Weights, dtype: torch.dtype) -> Tensor:
+    """Return a copy of the weights in that dtype, with the rows of all of them."""
+    if len(weights) == 1:
+        return weights[0].detach().to(dtype, memory_format=torch.contiguous_format)
+    rows = [weight.shape[0] for weight in weights]
+    out = weights[0].new_empty(sum(rows), *weights[0].shape[1:], dtype=dtype)
+    torch._foreach_copy_(list(torch.split(out, rows)), list(weights))
+    return out
+
+
+class WrittenCast(NamedTuple):
+    """A weight, and what a captured step reads of it: a copy, or bounds of its magnitudes."""
+
+    weight: Tensor
+    copy: Tensor
+    is_amax: bool
 
 
 def with_padded_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -273,15 +332,20 @@ class _Group:
     def mark_current(self, index: int, weight: Tensor) -> None:
         self._versions[index] = _Version.of(weight)
 
-    def mark_changed(self, index: int) -> None:
-        self._versions[index] = None
+    def written(self, weights: Weights) -> Iterator[WrittenCast]:
+        for weight, copy, version in zip(weights, self.rows, self._versions, strict=True):
+            if version is not None and version.matches(weight):
+                yield WrittenCast(weight, copy, is_amax=False)
 
-    @torch.no_grad()
-    def update(self, weights: Weights, force: bool = False) -> None:
-        current = all(
+    def is_current(self, weights: Weights) -> bool:
+        return all(
             version is not None and version.matches(weight)
             for version, weight in zip(self._versions, weights, strict=True)
         )
+
+    @torch.no_grad()
+    def update(self, weights: Weights, force: bool = False) -> None:
+        current = self.is_current(weights)
         capturing = _is_capturing(self.concatenated)
         # The captured update of an optimizer writes narrow copies only.
         if force or not current or (capturing and not self.is_narrow):
@@ -318,9 +382,10 @@ class _Fp8Group(_Group):
             buffer = self._amax[index] = torch.zeros(blocks, device=self.concatenated.device)
         return buffer
 
-    def mark_changed(self, index: int) -> None:
-        super().mark_changed(index)
-        self.amax_versions[index] = None
+    def written(self, weights: Weights) -> Iterator[WrittenCast]:
+        for weight, amax, version in zip(weights, self._amax, self.amax_versions, strict=True):
+            if amax is not None and version is not None and version.matches(weight):
+                yield WrittenCast(weight, amax, is_amax=True)
 
     def update(self, weights: Weights, force: bool = False) -> None:
         if force:

@@ -32,7 +32,6 @@ from stepscope.model.layers import (
     SwiGLU,
 )
 from stepscope.torch_tools.ranges import named
-from stepscope.torch_tools.renamed import renamed_arguments
 
 Stream = tuple[Tensor, Tensor | None]
 """The residual stream, and a branch that has not been added to it yet."""
@@ -128,7 +127,6 @@ class TransformerLM(nn.Module):
     level, outermost first (`model.checkpointing`).
     """
 
-    @renamed_arguments(joined="fused_projections", keep="activation_policy")
     def __init__(
         self,
         config: ModelConfig,

@@ -112,7 +112,7 @@ class FusedAdamW(AdamW):
         for group, parameter, gradient in self._gradients():
             if not gradient.is_sparse:
                 # The update keeps a contiguous copy alive until the launch.
-                gradient = gradient.contiguous()
+                gradient = gradient.contiguous().resolve_neg()
             if kernel_takes(parameter, gradient):
                 updates.append(self._tensor_update(parameter, gradient, group))
             else:

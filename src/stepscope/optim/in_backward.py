@@ -22,7 +22,6 @@ from torch.optim.optimizer import ParamsT
 from stepscope.optim.fused import FusedAdamW
 from stepscope.optim.launches import Copies, kernel_takes, rules
 from stepscope.torch_tools.gradient_hooks import count_readers, hook_for_life, hook_of
-from stepscope.torch_tools.renamed import renamed_arguments
 from stepscope.torch_tools.side_stream import AsyncTensor, SideStream, offered
 from stepscope.torch_tools.triton_available import supports_dtype
 
@@ -57,7 +56,6 @@ class InBackwardAdamW(FusedAdamW):
     parameters it reached are updated.
     """
 
-    @renamed_arguments(as_made="low_precision_grads")
     def __init__(
         self,
         params: ParamsT,
@@ -291,7 +289,7 @@ class InBackwardAdamW(FusedAdamW):
         self.updated += 1
         self._reached.add(parameter)
         on_device, row = self._rows[parameter]
-        dense = gradient.contiguous()
+        dense = gradient.contiguous().resolve_neg()
         update = self._tensor_update(parameter, dense, on_device.groups[row])
         self._launches.mark_written(update)
 

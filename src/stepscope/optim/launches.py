@@ -274,6 +274,9 @@ def kernel_takes(parameter: Tensor, gradient: Tensor) -> bool:
         return False
     if not (parameter.is_contiguous() and gradient.is_contiguous()):
         return False
+    if parameter.is_neg() or gradient.is_neg():
+        # The memory of a lazily negated tensor has the other sign.
+        return False
     return parameter.is_cuda or is_interpreted()
 
 

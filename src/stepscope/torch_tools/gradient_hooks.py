@@ -33,24 +33,8 @@ def hook_for_life(owner: Owner, parameter: Tensor, act: Callable[[Owner, Tensor]
     weakref.finalize(owner, hook_of(owner, parameter, act).remove)
 
 
-class _Notification:
-    """A hook that does not read the gradient."""
-
-    def __init__(self, act: Callable[[Tensor], None]) -> None:
-        self._act = act
-
-    def __call__(self, parameter: Tensor) -> None:
-        self._act(parameter)
-
-
-def notify(parameter: Tensor, act: Callable[[Tensor], None]) -> Any:
-    """Call `act(parameter)`, which does not read the gradient, after one is accumulated; return the
-    handle."""
-    return parameter.register_post_accumulate_grad_hook(_Notification(act))  # type: ignore[no-untyped-call]
-
-
 def count_readers(parameter: Tensor) -> int:
     """Return the number of hooks of a parameter that may read its gradient."""
     after: Any = parameter._post_accumulate_grad_hooks or {}
     before: Any = parameter._backward_hooks or {}
-    return len(before) + sum(not isinstance(hook, _Notification) for hook in after.values())
+    return len(before) + len(after)

@@ -22,15 +22,21 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class State:
-    """The modules and optimizers that a function uses."""
+    """The modules and optimizers that a function uses, and parameters of neither."""
 
-    def __init__(self, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        optimizers: Iterable[Optimizer],
+        parameters: Sequence[Tensor] = (),
+    ) -> None:
+        self._given = list(parameters)
         self.roots = _distinct(modules)
         self.modules = _distinct(module for root in self.roots for module in root.modules())
         self.controls = [control_of(optimizer) for optimizer in _distinct(optimizers)]
         of_modules = (p for module in self.modules for p in module._parameters.values())
         self.parameters: list[Tensor] = _distinct(
-            [*(p for p in of_modules if p is not None), *self._of_optimizers()]
+            [*(p for p in of_modules if p is not None), *self._of_optimizers(), *self._given]
         )
 
     def _of_optimizers(self) -> Iterator[Tensor]:
@@ -42,12 +48,25 @@ class State:
     def optimizers(self) -> list[Optimizer]:
         return [control.optimizer for control in self.controls]
 
-    def has(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
-        return _same(self.roots, modules) and _same(self.optimizers, optimizers)
+    def has(
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        parameters: Sequence[Tensor] = (),
+    ) -> bool:
+        return (
+            _same(self.roots, modules)
+            and _same(self.optimizers, optimizers)
+            and _same(self._given, parameters)
+        )
+
+    def now(self) -> State:
+        """Return the state with the present parts and parameters."""
+        return State(self.roots, self.optimizers, self._given)
 
     def is_complete(self) -> bool:
         """Return whether modules and optimizers still have the same parts and parameters."""
-        now = State(self.roots, self.optimizers)
+        now = self.now()
         return _same(self.modules, now.modules) and _same(self.parameters, now.parameters)
 
     def modes(self) -> Hashable:

@@ -20,6 +20,7 @@ from stepscope.acceleration.attention.constants import KnownMasks, MasksOfCall
 from stepscope.acceleration.attention.deferred import materialized
 from stepscope.acceleration.attention.substitute import fused_attention
 from stepscope.acceleration.checks import NotReplacedError
+from stepscope.acceleration.forward_registry import forward_below
 from stepscope.acceleration.replacement import Found, Left, Replacement, has_hooks
 from stepscope.acceleration.unrecognized import unrecognized_attention
 from stepscope.attention import attention
@@ -50,7 +51,7 @@ def find(model: nn.Module, known: Sequence[str]) -> Found:
 
 class _Attention:
     def __init__(self, module: nn.Module, masks: KnownMasks) -> None:
-        self._original = module.forward
+        self._original = forward_below(module)
         self._masks = masks
         self._is_known = self._keeps_weights = False
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepscope.acceleration.forward_registry import forward_below
 from stepscope.acceleration.pieces.mask_rules import MaskRules, rules_of
 from stepscope.acceleration.replacement import Found, Replacement
 from stepscope.torch_tools.capturing import is_capturing
@@ -69,7 +70,7 @@ class _Masks:
     """The decisions of one decoder."""
 
     def __init__(self, decoder: nn.Module) -> None:
-        self._original = decoder.forward
+        self._original = forward_below(decoder)
         self._namespace, self._names = _namespace(decoder), _mask_functions(decoder)
         self._unmasked: set[tuple[torch.Size, str]] = set()
         self._fixed: dict[tuple[torch.Size, str], Tensor] = {}

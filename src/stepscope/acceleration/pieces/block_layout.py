@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from stepscope.acceleration.forward_registry import own_forward
 from stepscope.acceleration.own_classes import copy_with
 
 CONSTANTS = (bool, int, float, str, type(None))
@@ -247,7 +248,7 @@ def layout_of(module: nn.Module, norms: Collection[str]) -> Layout | str:
             branches = run.branches(marks | fixed)
             if not _are_same(branches, start, values):
                 continue
-            if "forward" in vars(module):
+            if own_forward(module) is not None:
                 return "its forward is not that of its class"
             if _checkpoints(type(module), "forward"):
                 return "it recomputes activations"

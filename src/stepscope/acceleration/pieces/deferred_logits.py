@@ -23,6 +23,8 @@ from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels.cross_entropy import linear_cross_entropy
 from stepscope.kernels.weight_copies import WeightCopies
 
+HEAD_LOSS = "head and loss"
+"""Name of the piece in reports and in `exclude`."""
 Function = Callable[..., Any]
 _VIEWS = {Tensor.view, Tensor.reshape, torch.reshape}
 _FLATTEN = {Tensor.flatten, torch.flatten}
@@ -71,7 +73,8 @@ class Head:
         if any(one._version != version for one, version in self._versions):
             raise RuntimeError(
                 "the weight of the head or its input has changed since these logits were deferred:"
-                " read the logits before the optimizer's step, or exclude the piece 'head_loss'"
+                " read the logits before the optimizer's step, or call"
+                f" stepscope.accelerate(model, exclude=[{HEAD_LOSS!r}])"
             )
 
 

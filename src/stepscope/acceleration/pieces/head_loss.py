@@ -28,8 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from stepscope.acceleration.forward_registry import own_forward
 from stepscope.acceleration.own_classes import embeddings
 from stepscope.acceleration.pieces.deferred_logits import (
+    HEAD_LOSS,
     DeferredLogits,
     ReadInAutogradFunctionError,
 )
@@ -42,8 +44,9 @@ from stepscope.acceleration.replacement import (
     rows_of,
 )
 from stepscope.kernels.weight_copies import WeightCopies
+from stepscope.torch_tools.module_hooks import has_global_hooks
 
-PIECE = "head and loss"
+PIECE = HEAD_LOSS
 _LOGITS = "logits"
 _MAX_READS = 2
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -104,7 +107,7 @@ def _within(name: str) -> list[str]:
 
 
 def _reason(owner: nn.Module, head: nn.Module, within: list[nn.Module]) -> str | None:
-    if "forward" in vars(head) or any("forward" in vars(one) for one in within):
+    if any(own_forward(one) is not None for one in (head, *within)):
         return "its forward is already replaced"
     if not is_linear(head):
         return f"the head is a {type(head).__name__}, not an nn.Linear"
@@ -183,6 +186,8 @@ class _Deferral:
             and self._reads < _MAX_READS
             and torch.is_grad_enabled()
             and not torch._C._are_functorch_transforms_active()
+            # They get the output of the head.
+            and not has_global_hooks()
         )
 
 

@@ -1,7 +1,6 @@
-"""Linear layers under autocast: the cast of the weight is cached from step to step, and the
-gradient of the weight is written in the weight's dtype without a cast.
-
-`FusedAdamW`, and an optimizer that `accelerate` was given, write the cached copy in the update.
+"""Linear layers under autocast: the gradient of the weight is written in the weight's dtype without
+a cast. In a captured step the weight is not cast either: the update of an optimizer that
+`accelerate` was given writes the cast.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from stepscope.acceleration.forward_registry import forward_below
 from stepscope.acceleration.replacement import Found, Left, Replacement, has_hooks
 from stepscope.attention.inputs import autocast_dtype
 from stepscope.kernels.norm import (
@@ -73,7 +74,7 @@ class Norm:
 
     def __init__(self, module: Any, formula: Formula, copies: WeightCopies) -> None:
         self.module, self.formula, self._copies = module, formula, copies
-        self._original = module.forward
+        self._original = forward_below(module)
         self._dtypes: dict[Any, torch.dtype] = {}
         self._dtype: torch.dtype | None = None
         self._early: _Early | None = None

@@ -189,7 +189,9 @@ class _Block:
 
     def declines(self, module: Any, *args: Any, **kwargs: Any) -> str:
         """Return why the original runs."""
-        del module
+        of_block = [getattr(module, one.norm, None) for one in self._sublayers]
+        if of_block != [norm.module for norm in self._norms]:
+            return "its norms were exchanged"
         if not isinstance(self._given(args, kwargs)[0], Tensor) or len(args) > len(self._names):
             return "its input is not a tensor"
         if not all(norm.is_dense and not has_hooks(norm.module) for norm in self._norms):

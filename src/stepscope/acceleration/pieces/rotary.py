@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from stepscope.acceleration.attention.deferred import materialized
 from stepscope.acceleration.checks import NotReplacedError
+from stepscope.acceleration.forward_registry import forward_below
 from stepscope.acceleration.replacement import Found, Replacement
 from stepscope.kernels.launch import kernels_take
 from stepscope.kernels.rope import plain_rotate, rotated
@@ -73,7 +74,7 @@ class _Layout(NamedTuple):
 
 class _Rotation:
     def __init__(self, module: nn.Module) -> None:
-        self._original = module.forward
+        self._original = forward_below(module)
         self._is_compared = False
         self._layouts: dict[tuple[int, bool], _Layout | None] = {}
         """By the size of a head and whether heads are contiguous; None if it is another

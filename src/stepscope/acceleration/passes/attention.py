@@ -1,0 +1,489 @@
+"""Attention of any spelling becomes the fastest implementation for its shape.
+
+`scaled_dot_product_attention` and softmax(q kᵀ) v are matched by their operators. A mask that
+follows from positions becomes a causal flag, or intervals of visible keys that are computed once
+for all layers; an opaque mask stays. Keys that are repeated for grouped queries are read as they
+are.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from stepscope.acceleration.attention.einsum import matmul_orders
+from stepscope.acceleration.passes.masks import MaskRules, rules_of_mask
+from stepscope.acceleration.passes.matching import (
+    CASTS,
+    COPIES,
+    Applied,
+    Left,
+    Outcome,
+    argument,
+    calls,
+    calls_of,
+    is_tensor,
+    is_upcast,
+    line_of,
+    only_use,
+    value_of,
+    writes_between,
+)
+from stepscope.acceleration.passes.positions import HIDDEN
+from stepscope.attention.inputs import as_autocast_would, with_positive_scale
+from stepscope.attention.ops import flash_forward, refuses
+from stepscope.attention.rules import ScoreRules
+from stepscope.attention.visibility import Lengths, key_intervals, query_intervals
+
+aten = torch.ops.aten
+NAME = "attention"
+_SDPA = aten.scaled_dot_product_attention.default
+_SOFTMAX = (aten.softmax.int, aten._softmax.default)
+_CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One attention of the graph: (batch, heads, seq, d) in and out."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Node
+    rules: MaskRules
+    mask: Node | None = None
+    """The mask that the rules replace."""
+    scale: float | None = None
+    softcap: float | None = None
+    order: list[int] | None = None
+    """The order of the dimensions of (batch, heads, seq, d) in the output."""
+
+
+def fuse_attention(graph: Graph, *, kernels: bool | None = None) -> list[Outcome]:
+    """Replace each attention that an implementation of ours, or another call of torch's, computes
+    faster. `kernels` overrides the decision whether our kernels may be used."""
+    intervals: dict[tuple[object, ...], tuple[Node, Node]] = {}
+    outcomes: list[Outcome] = []
+    for node in calls_of(graph, *_SOFTMAX, aten.div.Tensor):
+        call = _naive(graph, node)
+        if call is not None:
+            outcomes.append(_rewrite(graph, call, intervals, kernels))
+    for node in calls_of(graph, _SDPA):
+        found = _from_sdpa(node)
+        if isinstance(found, str):
+            outcomes.append(Left(NAME, found, line_of(node)))
+        elif found is not None:
+            outcomes.append(_rewrite(graph, found, intervals, kernels))
+    return outcomes
+
+
+def _from_sdpa(node: Node) -> _Call | str | None:
+    """Return an SDPA node as a call, why it stays as it is, or None if it is one to leave to
+    torch."""
+    mask = argument(node, 3, "attn_mask")
+    if argument(node, 4, "dropout_p", 0.0):
+        return "it has dropout"
+    q, k, v = node.args[:3]
+    rules = MaskRules(is_causal=bool(argument(node, 5, "is_causal", False)))
+    if mask is not None:
+        found = rules_of_mask(mask) if _lengths_equal(q, k) else None
+        if found is None:
+            return "its mask does not follow from positions"
+        rules = found
+    if any(value_of(x).dim() != 4 for x in (q, k, v)):
+        return None
+    return _Call(q, k, v, node, rules, mask, argument(node, 6, "scale"))
+
+
+def _lengths_equal(q: Any, k: Any) -> bool:
+    return bool(value_of(q).shape[-2] == value_of(k).shape[-2])
+
+
+def _rewrite(
+    graph: Graph,
+    call: _Call,
+    intervals: dict[tuple[object, ...], tuple[Node, Node]],
+    kernels: bool | None,
+) -> Outcome:
+    length, rules = value_of(call.q).shape[-2], call.rules
+    if rules.window is not None and type(length) is int and rules.window >= length:
+        rules = replace(rules, window=None)
+    by_kernels = _kernels_support(call) if kernels is None else kernels
+    needs_kernel = rules.needs_intervals or call.softcap is not None
+    if needs_kernel and not by_kernels:
+        return Left(NAME, "no kernel for its rules on this device", line_of(call.out))
+    k, v = (_ungrouped(x) if by_kernels else x for x in (call.k, call.v))
+    if value_of(k).shape[-3] != value_of(v).shape[-3]:
+        k, v = call.k, call.v
+    with graph.inserting_before(call.out):
+        if needs_kernel:
+            of_keys, of_queries = None, None
+            if rules.needs_intervals:
+                of_keys, of_queries = _intervals(graph, call, rules, intervals)
+            new = graph.call_function(
+                attention_in_intervals,
+                (call.q, k, v, of_keys, of_queries, rules.is_causal, call.scale, call.softcap),
+            )
+        else:
+            new = graph.call_function(torch_attention, (call.q, k, v, rules.is_causal, call.scale))
+        new.meta = {name: x for name, x in call.out.meta.items() if name != "val"}
+        last = new if call.order is None else _permuted(graph, new, call.order)
+        last.meta = dict(call.out.meta)
+    call.out.replace_all_uses_with(last)
+    graph.erase_node(call.out)
+    return Applied(NAME, _words(call, rules, value_of(k).shape[-3]), line_of(new))
+
+
+def _words(call: _Call, rules: MaskRules, key_heads: Any) -> str:
+    words = ["naive" if call.out.target is not _SDPA else "SDPA"]
+    if rules.is_causal:
+        words.append("causal")
+    if rules.window is not None:
+        words.append(f"window {rules.window}")
+    if rules.documents is not None:
+        words.append("documents")
+    if call.softcap is not None:
+        words.append(f"soft cap {call.softcap:g}")
+    if key_heads != value_of(call.q).shape[-3]:
+        words.append("grouped")
+    return ", ".join(words)
+
+
+def _kernels_support(call: _Call) -> bool:
+    q, k, v = (value_of(x) for x in (call.q, call.k, call.v))
+    if q.device.type != "cuda":
+        return False
+    q, k, v = (as_autocast_would(x) for x in (q, k, v))
+    return refuses(q, k, v, call.rules.is_causal, call.scale, None) is None
+
+
+def _intervals(
+    graph: Graph, call: _Call, rules: MaskRules, known: dict[tuple[object, ...], tuple[Node, Node]]
+) -> tuple[Node, Node]:
+    """Return the intervals of keys and of queries, computed where the mask was: once for all layers
+    that share it."""
+    key = (call.mask, rules)
+    if key not in known:
+        before = call.out if call.mask is None else call.mask
+        reference = call.q if call.mask is None else call.mask
+        with graph.inserting_before(before if call.mask is None else before.next):
+            pair = graph.call_function(
+                intervals_of_rules,
+                (reference, rules.is_causal, rules.window, rules.documents),
+                {"square": call.mask is not None},
+            )
+            known[key] = tuple(  # type: ignore[assignment]
+                graph.call_function(_item, (pair, at)) for at in range(2)
+            )
+    return known[key]
+
+
+def _item(values: tuple[Tensor, ...], at: int) -> Tensor:
+    return values[at]
+
+
+def intervals_of_rules(
+    reference: Tensor, is_causal: bool, window: int | None, documents: Tensor | None, square: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the intervals of visible keys and of the queries that see a key. The length is that of
+    `reference`: a mask (…, seq, seq), or queries."""
+    length = reference.shape[-1 if square else -2]
+    lengths = Lengths(length, length, is_causal, None, reference.device)
+    rules = ScoreRules(window=window, documents=documents)
+    return key_intervals(rules, lengths), query_intervals(rules, lengths)
+
+
+def attention_in_intervals(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    of_keys: Tensor | None,
+    of_queries: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    softcap: float | None,
+) -> Tensor:
+    """Compute attention by the Triton kernels."""
+    q, k, v = (as_autocast_would(x) for x in (q, k, v))
+    q, factor = with_positive_scale(q, 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    out: Tensor = flash_forward(
+        q, k, v, is_causal, factor, 0, of_keys, of_queries, None, None, None, softcap, None
+    )[0]
+    return out
+
+
+def torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Compute attention by torch's SDPA; on a GPU by cuDNN where it can."""
+    grouped = k.shape[-3] != q.shape[-3]
+    if q.device.type != "cuda":
+        return functional.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        )
+    with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
+        return functional.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        )
+
+
+def _ungrouped(node: Any) -> Any:
+    """Return the heads before each was repeated for a group of queries: `x[:, :, None].expand(…)`
+    flattened, or `repeat_interleave`."""
+    inner = node
+    while calls(inner, *COPIES):
+        inner = inner.args[0]
+    if calls(inner, aten.repeat_interleave.self_int) and argument(inner, 2, "dim") in (1, -3):
+        return inner.args[0]
+    if not calls(inner, aten.reshape.default, aten.view.default, aten._unsafe_view.default):
+        return node
+    expanded = inner.args[0]
+    while calls(expanded, *COPIES):
+        expanded = expanded.args[0]
+    if not calls(expanded, aten.expand.default) or value_of(expanded).dim() != 5:
+        return node
+    single = expanded.args[0]
+    if not is_tensor(single) or value_of(single).dim() != 5 or value_of(single).shape[2] != 1:
+        return node
+    batch, heads, group, *rest = value_of(expanded).shape
+    if tuple(value_of(inner).shape) != (batch, heads * group, *rest):
+        return node
+    if not calls(single, aten.unsqueeze.default) or single.args[1] not in (2, -3):
+        return node
+    source = single.args[0]
+    return source if tuple(value_of(source).shape) == (batch, heads, *rest) else node
+
+
+def _naive(graph: Graph, node: Node) -> _Call | None:
+    """Return the attention whose softmax is this node."""
+    scores = _softmax_input(node)
+    if scores is None:
+        return None
+    out = _weighted_sum(node)
+    if out is None:
+        return None
+    found = _scores(scores, node)
+    if found is None:
+        return None
+    product, scale, softcap, mask = found
+    if writes_between(product, out):
+        return None
+    operands = _matmul_operands(graph, product)
+    last = _matmul_operands(graph, out)
+    if operands is None or last is None:
+        return None
+    q, k_transposed, order = operands
+    _, v, out_order = last
+    if order is not None or any(value_of(x).dim() != 4 for x in (q, k_transposed, v)):
+        return None
+    rules = MaskRules()
+    if mask is not None:
+        lengths = value_of(q).shape[-2] == value_of(k_transposed).shape[-1]
+        from_mask = rules_of_mask(mask) if lengths else None
+        if from_mask is None:
+            return None
+        rules = from_mask
+    with graph.inserting_before(out):
+        k = _transposed(graph, k_transposed)
+    return _Call(q, k, v, out, rules, mask, scale, softcap, out_order)
+
+
+def _transposed(graph: Graph, node: Any) -> Any:
+    """Return the last two dimensions exchanged."""
+    if calls(node, aten.transpose.int) and {d % 4 for d in node.args[1:]} == {2, 3}:
+        return node.args[0]
+    new = graph.call_function(aten.transpose.int, (node, -2, -1))
+    new.meta["val"] = value_of(node).transpose(-2, -1)
+    return new
+
+
+def _matmul_operands(graph: Graph, node: Node) -> tuple[Any, Any, list[int] | None] | None:
+    """Return the operands of a batched matmul, and the order of its dimensions in the output."""
+    if calls(node, aten.matmul.default):
+        return (*node.args[:2], None)  # type: ignore[return-value]
+    if not calls(node, aten.einsum.default) or len(node.args[1]) != 2:  # type: ignore[arg-type]
+        return None
+    pair = list(node.args[1])  # type: ignore[arg-type]
+    orders = matmul_orders(str(node.args[0]), *(value_of(x).dim() for x in pair))
+    if orders is None:
+        return None
+    with graph.inserting_before(node):
+        left, right = (
+            x if order is None else _permuted(graph, x, order)
+            for x, order in zip(pair, orders[:2], strict=True)
+        )
+    return left, right, orders.out
+
+
+def _permuted(graph: Graph, node: Any, order: list[int]) -> Node:
+    new = graph.call_function(aten.permute.default, (node, order))
+    if is_tensor(node):
+        new.meta["val"] = value_of(node).permute(order)
+    return new
+
+
+def _softmax_input(node: Node) -> Node | None:
+    """Return the scores of a softmax over the last dimension, also of exp(x - max) / sum."""
+    if calls(node, *_SOFTMAX):
+        scores = node.args[0]
+        return scores if _is_last(node.args[1], scores) else None  # type: ignore[return-value]
+    numerator, denominator = node.args[:2]
+    if not calls(numerator, aten.exp.default) or not calls(denominator, aten.sum.dim_IntList):
+        return None
+    if denominator.args[0] is not numerator or set(numerator.users) != {node, denominator}:  # type: ignore[union-attr]
+        return None
+    if not _over_last(denominator) or not only_use(denominator, node):  # type: ignore[arg-type]
+        return None
+    shifted = numerator.args[0]  # type: ignore[union-attr]
+    if not calls(shifted, aten.sub.Tensor) or not only_use(shifted, numerator):  # type: ignore[arg-type]
+        return None
+    scores, maximum = shifted.args[:2]  # type: ignore[union-attr]
+    return scores if _is_maximum(maximum, scores) else None  # type: ignore[return-value]
+
+
+def _is_maximum(node: Any, scores: Any) -> bool:
+    while calls(node, *COPIES, aten.detach.default):
+        node = node.args[0]
+    if calls(node, operator.getitem) and node.args[1] == 0:
+        node = node.args[0]
+    if calls(node, aten.amax.default):
+        return node.args[0] is scores and _over_last(node)
+    if calls(node, aten.max.dim):
+        keeps = argument(node, 2, "keepdim", False)
+        return node.args[0] is scores and bool(keeps) and _is_last(node.args[1], scores)
+    return False
+
+
+def _over_last(node: Node) -> bool:
+    dims = argument(node, 1, "dim")
+    one = dims[0] if isinstance(dims, list | tuple) and len(dims) == 1 else dims
+    return bool(argument(node, 2, "keepdim", False)) and _is_last(one, node.args[0])
+
+
+def _is_last(dim: Any, node: Any) -> bool:
+    return is_tensor(node) and dim in (-1, value_of(node).dim() - 1)
+
+
+def _weighted_sum(softmax: Node) -> Node | None:
+    """Return the matmul of the weights with the values."""
+    node = softmax
+    while len(node.users) == 1:
+        (user,) = node.users
+        if _reads_first(user, node) and calls(user, aten.matmul.default, aten.einsum.default):
+            return user
+        if not _reads_first(user, node) or not (calls(user, *CASTS, *COPIES) or _inactive(user)):
+            return None
+        node = user
+    return None
+
+
+def _reads_first(user: Node, node: Node) -> bool:
+    operands: Any = user.args[1] if calls(user, aten.einsum.default) else user.args
+    return operands[0] is node
+
+
+def _inactive(node: Node) -> bool:
+    """Return whether a dropout drops nothing."""
+    return calls(node, aten.dropout.default) and not (node.args[1] and node.args[2])
+
+
+def _scores(node: Any, user: Node) -> tuple[Node, float, float | None, Node | None] | None:
+    """Return q kᵀ, its factor, the soft cap and the mask that give these scores."""
+    scale, softcap, mask = 1.0, None, None
+    readers = {user} | _readers_of_maximum(node, user)
+    while isinstance(node, Node) and set(node.users) <= readers:
+        if calls(node, aten.matmul.default, aten.einsum.default):
+            return node, scale, softcap, mask
+        readers = {node}
+        if softcap is None and (capped := _capped(node)) is not None:
+            if scale != 1.0:
+                return None
+            tanh: Any = node.args[0]
+            node, softcap = capped
+            readers = {tanh.args[0]}
+        elif (factor := _factor(node)) is not None and factor > 0:
+            scale *= factor
+            node = node.args[0]
+        elif calls(node, *COPIES) or (calls(node, *CASTS) and is_upcast(node)):
+            node = node.args[0]
+        elif mask is None and softcap is None and (masked := _masked(node)) is not None:
+            node, mask = masked
+        else:
+            return None
+    return None
+
+
+def _readers_of_maximum(scores: Any, user: Node) -> set[Node]:
+    """Return the other readers of scores in a softmax of elementary operators."""
+    if calls(user, *_SOFTMAX) or not isinstance(scores, Node):
+        return set()
+    return {x for x in scores.users if calls(x, aten.sub.Tensor, aten.amax.default, aten.max.dim)}
+
+
+def _factor(node: Node) -> float | None:
+    if calls(node, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+        number = node.args[1]
+        if isinstance(number, int | float) and not isinstance(number, bool) and number:
+            multiplies = node.target in (aten.mul.Tensor, aten.mul.Scalar)
+            return float(number) if multiplies else 1.0 / number
+    return None
+
+
+def _capped(node: Node) -> tuple[Any, float] | None:
+    """Return the input and the cap of cap · tanh(x / cap)."""
+    outer = _factor(node)
+    if outer is None or not calls(node.args[0], aten.tanh.default):
+        return None
+    tanh: Any = node.args[0]
+    inner = _factor(tanh.args[0]) if isinstance(tanh.args[0], Node) else None
+    if inner is None or not math.isclose(outer * inner, 1.0, rel_tol=1e-6):
+        return None
+    if not only_use(tanh, node) or not only_use(tanh.args[0], tanh):
+        return None
+    return tanh.args[0].args[0], outer
+
+
+def _masked(node: Node) -> tuple[Any, Node] | None:
+    """Return the scores before a mask, and the mask as a node that is True or 0 where a key is
+    visible."""
+    if calls(node, aten.add.Tensor) and len(node.args) == 2:
+        left, right = node.args
+        return (left, right) if is_tensor(right) and is_tensor(left) else None  # type: ignore[return-value]
+    if calls(node, aten.masked_fill.Scalar) and _hides(node.args[2]):
+        return node.args[0], _negation(node, node.args[1])
+    if calls(node, aten.where.self, aten.where.ScalarOther):
+        condition, scores, hidden = node.args
+        if is_tensor(scores) and _hides(hidden):
+            return scores, condition  # type: ignore[return-value]
+    return None
+
+
+def _hides(value: Any) -> bool:
+    """Return whether a score of that value has no weight next to others."""
+    if isinstance(value, Node):
+        if not calls(value, aten.full.default, aten.scalar_tensor.default):
+            return False
+        value = value.args[-1] if calls(value, aten.full.default) else value.args[0]
+    return isinstance(value, int | float) and value <= HIDDEN
+
+
+def _negation(node: Node, mask: Any) -> Any:
+    if calls(mask, aten.logical_not.default, aten.bitwise_not.default):
+        return mask.args[0]
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(aten.logical_not.default, (mask,))
+    new.meta["val"] = value_of(mask).logical_not()
+    return new

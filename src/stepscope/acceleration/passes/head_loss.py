@@ -1,0 +1,133 @@
+"""A linear layer that ends in a cross-entropy becomes one operator without logits in memory.
+
+Only if nobody else reads the logits: logits that the graph returns are computed as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from stepscope.acceleration.passes.matching import (
+    CASTS,
+    COPIES,
+    Applied,
+    Left,
+    Outcome,
+    argument,
+    calls,
+    calls_of,
+    is_tensor,
+    is_upcast,
+    line_of,
+    only_use,
+    value_of,
+    writes_between,
+)
+from stepscope.kernels.cross_entropy import loss_operator
+
+aten = torch.ops.aten
+NAME = "head and loss"
+_REDUCTIONS = {1: "mean", 2: "sum"}
+_VIEWS = (aten.view.default, aten.reshape.default)
+
+
+def fuse_head_and_loss(graph: Graph) -> list[Outcome]:
+    """Replace each linear layer whose output only a cross-entropy reads."""
+    return [_fuse(graph, loss) for loss in calls_of(graph, aten.cross_entropy_loss.default)]
+
+
+def _fuse(graph: Graph, loss: Node) -> Outcome:
+    chain = _chain(loss)
+    reason = chain if isinstance(chain, str) else _unsupported(loss, chain)
+    if reason is not None:
+        return Left(NAME, reason, line_of(loss))
+    assert not isinstance(chain, str)
+    linear, *between = chain
+    with graph.inserting_before(loss):
+        rows: Any = linear.args[0]
+        for node in between:
+            rows = _on_rows(graph, node, rows)
+        new = graph.call_function(
+            loss_operator,
+            (rows, linear.args[1], loss.args[1]),
+            {
+                "ignore_index": argument(loss, 4, "ignore_index", -100),
+                "reduction": _REDUCTIONS[argument(loss, 3, "reduction", 1)],
+            },
+        )
+        new.meta = dict(loss.meta)
+    loss.replace_all_uses_with(new)
+    for node in (loss, *reversed(between), linear):
+        graph.erase_node(node)
+    rows_and_vocab = " × ".join(str(n) for n in value_of(linear).shape[-2:])
+    return Applied(NAME, f"no logits ({rows_and_vocab}) in memory", line_of(loss))
+
+
+def _chain(loss: Node) -> list[Node] | str:
+    """Return the linear layer and the nodes between it and the loss, or why there is none."""
+    nodes: list[Node] = []
+    user, node = loss, loss.args[0]
+    while isinstance(node, Node):
+        if not only_use(node, user):
+            return "its logits are used elsewhere"
+        nodes.insert(0, node)
+        if calls(node, aten.linear.default):
+            return nodes
+        if not calls(node, *CASTS, *COPIES, *_VIEWS, aten.slice.Tensor):
+            return f"its logits are computed by {node.target}"
+        user, node = node, node.args[0]
+    return "its logits come from outside of the graph"
+
+
+def _unsupported(loss: Node, chain: list[Node]) -> str | None:
+    linear, *between = chain
+    if writes_between(linear, loss):
+        return "something is written in place before the loss"
+    if argument(linear, 2, "bias") is not None:
+        return "the linear layer has a bias"
+    if argument(loss, 2, "weight") is not None:
+        return "classes have weights"
+    if argument(loss, 3, "reduction", 1) not in _REDUCTIONS:
+        return "losses are not reduced"
+    if argument(loss, 5, "label_smoothing", 0.0):
+        return "labels are smoothed"
+    if value_of(loss.args[0]).dim() != 2 or value_of(loss.args[1]).dim() != 1:
+        return "logits are not a matrix"
+    if value_of(loss.args[1]).is_floating_point():
+        return "targets are probabilities"
+    vocab = value_of(linear).shape[-1]
+    for node in between:
+        if calls(node, *CASTS) and not is_upcast(node):
+            return "logits are rounded"
+        if is_tensor(node) and value_of(node).shape[-1] != vocab:
+            return "logits are cut"
+        if calls(node, aten.slice.Tensor) and _last_dimension(node):
+            return "logits are cut"
+    return None
+
+
+def _last_dimension(node: Node) -> bool:
+    dim = node.args[1] if len(node.args) > 1 else 0
+    return dim in (-1, value_of(node).dim() - 1)
+
+
+def _on_rows(graph: Graph, node: Node, rows: Any) -> Any:
+    """Apply to the rows of the input what was applied to the rows of logits."""
+    if calls(node, *CASTS, *COPIES):
+        return rows
+    if calls(node, *_VIEWS):
+        shape: Any = node.args[1]
+        width = value_of(rows).shape[-1]
+        return _call(graph, aten.reshape.default, rows, [*shape[:-1], width])
+    return _call(graph, node.target, rows, *node.args[1:], **node.kwargs)
+
+
+def _call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
+    node = graph.call_function(target, args, kwargs)
+    values: Any = map_arg((args, kwargs), lambda x: x.meta["val"])
+    node.meta["val"] = target(*values[0], **values[1])
+    return node

@@ -1,0 +1,247 @@
+"""Splits a graph into regions: each repeated block is one, and so is what surrounds the blocks.
+
+A graph of the full model returns all gradients at once, after its last kernel; a region returns its
+own as soon as its backward pass has run. Regions with the same operators and inputs are compiled
+once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from stepscope.acceleration.passes.matching import memory_of
+from stepscope.acceleration.torch_internals import (
+    ENTERS_AUTOCAST,
+    EXITS_AUTOCAST,
+    GRAD_MODE,
+    Compiled,
+    as_region_input,
+    attribute_of,
+    fake_mode,
+    module_path,
+    split,
+    written_arguments,
+)
+
+aten = torch.ops.aten
+_MATMULS = (aten.linear.default, aten.matmul.default, aten.einsum.default, aten.addmm.default,
+            aten.conv2d.default, aten.conv1d.default)  # fmt: skip
+_MIN_MATMULS = 2
+"""Fewer are not a block: an activation between two linear layers would not be fused."""
+_ALIGNMENT = 16
+"""Bytes of the largest load of a kernel."""
+_VIEWS = (aten.select.int, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim,
+          aten.view.default, aten.reshape.default, aten.transpose.int)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Regions:
+    """How many regions a graph has, and how many of them differ."""
+
+    count: int
+    compiled: int
+
+
+ONE_REGION = Regions(1, 1)
+
+
+def region_numbers(module: GraphModule) -> dict[Node, int]:
+    """Return the region of each node: numbers that never decrease."""
+    nodes = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
+    blocks = _blocks(nodes)
+    after = _after_blocks(nodes, blocks)
+    numbers: dict[Node, int] = {}
+    current, block = 0, None
+    for node, within in _with_context(nodes):
+        here = blocks.get(node)
+        if not within and ((here is not None and here != block) or (block and node in after)):
+            current, block = current + 1, here
+        numbers[node] = current
+    return numbers
+
+
+def _with_context(nodes: Sequence[Node]) -> Iterator[tuple[Node, bool]]:
+    """Yield each node, and whether it runs without gradients or in an autocast of the model: a
+    region does not end there."""
+    no_grad, autocasts = False, 0
+    for node in nodes:
+        if node.target is GRAD_MODE:
+            no_grad = not node.args[0]
+        autocasts += (node.target is ENTERS_AUTOCAST) - (node.target is EXITS_AUTOCAST)
+        yield node, no_grad or autocasts > 0 or node.target in (GRAD_MODE, EXITS_AUTOCAST)
+
+
+def hoist_views(module: GraphModule) -> None:
+    """Move views of inputs to the start: `scales[3]` would make the block that reads it different
+    from the others."""
+    first = {n for n in module.graph.nodes if n.op == "placeholder"}
+    inner = [n for n in module.graph.nodes if n.op != "placeholder"]
+    anchor = inner[0]
+    for node, within in _with_context(inner):
+        if not within and node.target in _VIEWS and set(node.all_input_nodes) <= first:
+            first.add(node)
+            if node is not anchor:
+                anchor.prepend(node)
+            else:
+                anchor = anchor.next
+
+
+def _after_blocks(nodes: Sequence[Node], blocks: dict[Node, str]) -> set[Node]:
+    """Return the nodes after the last block: head and loss. What lies between two blocks belongs to
+    the region of the first."""
+    after: set[Node] = set()
+    for node in reversed(nodes):
+        if node in blocks:
+            break
+        after.add(node)
+    return after
+
+
+def _blocks(nodes: Sequence[Node]) -> dict[Node, str]:
+    """Return the path of the repeated module that each node belongs to: modules of one class with
+    the same parent, the outermost that contain several matmuls."""
+    calls: dict[str, tuple[str, Any]] = {}
+    matmuls: Counter[str] = Counter()
+    paths = {node: module_path(node) for node in nodes}
+    for node, path in paths.items():
+        for name, kind in path:
+            calls[name] = (name.rpartition(".")[0], kind)
+            matmuls[name] += node.target in _MATMULS
+    siblings = Counter(calls.values())
+    repeated = {
+        name
+        for name, family in calls.items()
+        if siblings[family] > 1 and matmuls[name] >= _MIN_MATMULS
+    }
+    found = {}
+    for node, path in paths.items():
+        outermost = next((name for name, _ in path if name in repeated), None)
+        if outermost is not None:
+            found[node] = outermost
+    return found
+
+
+def compile_regions(
+    module: GraphModule,
+    inputs: Sequence[Any],
+    compile_region: Callable[[GraphModule, Sequence[Any]], Compiled],
+) -> tuple[Compiled, Regions]:
+    """Compile each kind of region once, and return the graph that calls them."""
+    hoist_views(module)
+    numbers = region_numbers(module)
+    if any(_writes_to_another(node, numbers) for node in numbers):
+        numbers = dict.fromkeys(numbers, 0)
+    outer = split(module, numbers)
+    compiler = _Compiler(outer, compile_region)
+    compiler.run(*inputs)
+    for name, compiled in compiler.compiled.items():
+        setattr(outer, name, _Call(compiled))
+    outer.recompile()
+    regions = Regions(len(compiler.compiled), len(compiler.by_structure))
+    return outer.forward, regions
+
+
+def _writes_to_another(node: Node, numbers: dict[Node, int]) -> bool:
+    """Return whether an operator writes to memory that another region allocated."""
+    return any(
+        numbers.get(memory, numbers[node]) != numbers[node]
+        for argument in written_arguments(node)
+        for memory in memory_of(argument)
+    )
+
+
+class _Call(torch.nn.Module):
+    """A compiled region in the place of a submodule."""
+
+    def __init__(self, compiled: Compiled) -> None:
+        super().__init__()
+        self.compiled = compiled
+
+    def forward(self, *args: Any) -> Any:
+        return self.compiled(*args)
+
+
+class _Compiler(Interpreter):
+    """Runs the outer graph on fake tensors and compiles each region with its inputs."""
+
+    def __init__(
+        self, outer: GraphModule, compile_region: Callable[[GraphModule, Sequence[Any]], Compiled]
+    ) -> None:
+        super().__init__(outer)
+        self._compile = compile_region
+        self.compiled: dict[str, Compiled] = {}
+        self.by_structure: dict[tuple[object, ...], Compiled] = {}
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        region = self.fetch_attr(target)
+        assert isinstance(region, GraphModule)
+        with fake_mode():
+            outputs = super().call_module(target, args, kwargs)
+        key = _structure(region, args)
+        compiled = self.by_structure.get(key)
+        if compiled is None:
+            single = _with_tuple_output(region)
+            run = self._compile(region, [as_region_input(x) for x in args])
+            compiled = (lambda *given: run(*given)[0]) if single else run
+            self.by_structure[key] = compiled
+        self.compiled[str(target)] = compiled
+        return outputs
+
+
+def _with_tuple_output(region: GraphModule) -> bool:
+    """Make the output of a region a tuple, which compilers demand; return whether it was not."""
+    output = next(iter(reversed(region.graph.nodes)))
+    if isinstance(output.args[0], tuple | list):
+        return False
+    output.args = ((output.args[0],),)
+    region.recompile()
+    return True
+
+
+def _structure(region: GraphModule, inputs: Sequence[Any]) -> tuple[object, ...]:
+    """Return operators, their arguments, and what the inputs are: regions for which it is equal run
+    the same code."""
+    number = {node: at for at, node in enumerate(region.graph.nodes)}
+    described = [
+        (
+            node.op,
+            node.target if node.op == "call_function" else _attribute(region, node),
+            repr(torch.fx.node.map_arg(node.args, lambda x: number[x])),
+            repr(torch.fx.node.map_arg(node.kwargs, lambda x: number[x])),
+        )
+        for node in region.graph.nodes
+    ]
+    return (*described, *map(_description, inputs))
+
+
+def _attribute(region: GraphModule, node: Node) -> object:
+    """Return the identity of a constant."""
+    return id(attribute_of(region, node)) if node.op == "get_attr" else None
+
+
+def _description(value: Any) -> object:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return (
+        tuple(map(str, value.shape)),
+        tuple(map(str, value.stride())),
+        value.dtype,
+        value.device,
+        value.requires_grad,
+        type(value),
+        value.is_leaf,
+        _is_aligned(value),
+    )
+
+
+def _is_aligned(value: Tensor) -> bool:
+    """Return whether the data starts where vectors can be loaded, which a compiler relies on."""
+    offset = value.storage_offset()
+    return isinstance(offset, int) and offset * value.element_size() % _ALIGNMENT == 0

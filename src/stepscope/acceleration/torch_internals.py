@@ -1,0 +1,147 @@
+"""The names of torch that are not public and that the graph backend needs: one file to look at for
+a new version of torch. Tested with 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp import autocast_mode
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.split_module import split_module
+
+Compiled = Callable[..., Any]
+GRAD_MODE = torch._C._set_grad_enabled
+ENTERS_AUTOCAST = autocast_mode._enter_autocast
+EXITS_AUTOCAST = autocast_mode._exit_autocast
+
+
+def fake_mode() -> Any:
+    """Return the mode of the fake tensors that a backend compiles with."""
+    mode = TracingContext.get().fake_mode
+    assert mode is not None
+    return mode
+
+
+def fake_inputs(module: GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """Return fake tensors for a graph's placeholders, with `requires_grad` and symbolic sizes;
+    numbers as Dynamo has them."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    values = [
+        node.meta.get("example_value", given)
+        for node, given in zip(placeholders, inputs, strict=True)
+    ]
+    with fake_mode():
+        return [_same_layout(x) if isinstance(x, Tensor) else x for x in values]
+
+
+def _same_layout(x: Tensor) -> Tensor:
+    """Return a tensor of the current mode with that layout. Dynamo's graph has one mode, and its
+    backends another."""
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return made.requires_grad_(x.requires_grad)
+
+
+def retraced(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+    """Return Dynamo's graph as differentiable ATen operators, before autograd and autocast, with
+    the module path and stack trace of every node."""
+
+    def run(*args: Any) -> Any:
+        return Interpreter(module).run(*args)
+
+    with fx_traceback.preserve_node_meta():
+        traced: GraphModule = make_fx(
+            run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True
+        )(*inputs)
+    for node in traced.graph.find_nodes(op="get_attr"):
+        if _is_intermediate(attribute_of(traced, node)):
+            raise RuntimeError("operators within a transform (torch.func) cannot be traced again")
+    return traced
+
+
+def attribute_of(module: GraphModule, node: Node) -> Any:
+    """Return the constant that a `get_attr` node reads."""
+    value: Any = module
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _is_intermediate(constant: Any) -> bool:
+    """Return whether a constant was computed while tracing: its operators are not in the graph."""
+    return isinstance(constant, Tensor) and (
+        isinstance(constant, FakeTensor)
+        or torch._C._functorch.is_functorch_wrapped_tensor(constant)
+    )
+
+
+def higher_order_operators(module: GraphModule) -> list[str]:
+    """Return the names of operators whose arguments are graphs: custom autograd functions,
+    checkpointed segments, control flow. Tracing again would run them and lose what they do to
+    gradients."""
+    called = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    return sorted({str(one) for one in called if isinstance(one, HigherOrderOperator)})
+
+
+def module_path(node: Node) -> list[tuple[str, Any]]:
+    """Return the modules that called an operator, from the outermost: path and class."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [(str(path), kind) for path, kind in stack.values()]
+
+
+def split(module: GraphModule, region_of: dict[Node, int]) -> GraphModule:
+    """Return a graph that calls one submodule per region."""
+    return split_module(module, module, lambda node: region_of[node], keep_original_order=True)
+
+
+def compile_with_inductor(module: GraphModule, inputs: Sequence[Any]) -> Compiled:
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(module, list(inputs))
+    return compiled  # type: ignore[no-any-return]
+
+
+def compile_with_aot_eager(module: GraphModule, inputs: Sequence[Any]) -> Compiled:
+    """Trace forward and backward as Inductor does, and run them without compilation."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    compiled: Compiled = aot_eager(module, list(inputs))
+    return compiled
+
+
+def as_region_input(value: Any) -> Any:
+    """Return a fake tensor as a leaf with the same `requires_grad`."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def written_arguments(node: Node) -> list[Node]:
+    """Return the inputs that an operator writes to."""
+    return _aliased(node, writes=True)
+
+
+def shared_arguments(node: Node) -> list[Node]:
+    """Return the inputs whose memory the output of an operator may share."""
+    return _aliased(node, writes=False) or _aliased(node, writes=True)
+
+
+def _aliased(node: Node, *, writes: bool) -> list[Node]:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return []
+    found: list[Node] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or argument.alias_info.is_write is not writes:
+            continue
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        found += [x for x in (given if isinstance(given, list | tuple) else [given])
+                  if isinstance(x, Node)]  # fmt: skip
+    return found
