@@ -19,7 +19,7 @@ from stepscope.records.stats import (
     WIDE_STD,
     even_spacing,
     far_above,
-    ratio_interval,
+    judge,
     summarize,
 )
 
@@ -75,6 +75,9 @@ def _check(code: str) -> Callable[[Check], Check]:
 def _above_ceiling(record: Record) -> str | None:
     for measured, allowed in ((True, ABOVE_MEASURED), (False, 1.0)):
         rate, ceiling = achieved_flops(record), matmul_ceiling(record, measured)
+        if ceiling is not None and ceiling.doubt:
+            # The ceiling may be too low; a rate above it says nothing about the step.
+            continue
         if rate and ceiling and ceiling.value > 0.0 and rate > allowed * ceiling.value:
             share = rate / ceiling.value
             whose = "measured" if measured else ceiling.source
@@ -214,10 +217,7 @@ def _phases_do_not_add_up(record: Record) -> str | None:
         return None
     total = summarize(sums).median
     # Noisy steps differ from each other as well: only a significant difference counts.
-    if (
-        abs(total / step_time - 1.0) <= PHASES_OFF
-        or not ratio_interval(step.values, sums).excludes_one
-    ):
+    if abs(total / step_time - 1.0) <= PHASES_OFF or not judge(step.values, sums).differs:
         return None
     phases = [name for name in PHASES if record.find(name, step.clock)]
     return (

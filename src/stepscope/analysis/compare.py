@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from stepscope.analysis.limits import matrix_ceiling
+from stepscope.analysis.plausibility import computable
 from stepscope.analysis.trust import trust_of
 from stepscope.display import html_of
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Ceiling, Environment, Part, Record, Series
-from stepscope.records.stats import (
-    Outcome,
-    Ratio,
-    decide,
-    mann_whitney,
-    ratio_interval,
-    stability,
-    summarize,
-)
+from stepscope.records.stats import Design, Outcome, Ratio, judge, stability, summarize
 
 _TIME_UNITS = ("s", "ms", "us", "ns")
 _STEPS = ("step", "consecutive")
@@ -45,12 +39,14 @@ class Comparison(Part, frozen=True):
     """One case in two runs. `ratio` is new over base: above 1 is slower.
 
     The verdict is "cannot tell" if the trust of either record is not good: on a busy machine two
-    runs of the same code differ by more than any confidence interval of their samples.
+    runs of the same code differ by more than any confidence interval of their samples. It is also
+    "cannot tell" if the samples depend on each other so much that they do not show whether the
+    runs differ (`records.stats.judge`).
     """
 
     study: str
     case: str
-    verdict: Outcome | Literal["cannot tell", "not compared"]
+    verdict: Outcome | Literal["not compared"]
     unit: str = ""
     base: float | None = None
     new: float | None = None
@@ -68,6 +64,13 @@ class Comparison(Part, frozen=True):
 
     def _repr_html_(self) -> str:
         return html_of(self)
+
+
+class _Side(NamedTuple):
+    """One record of a case, or several runs as one with the times at which they started."""
+
+    record: Record
+    started: tuple[str, ...] = ()
 
 
 class Comparisons(tuple[Comparison, ...]):
@@ -96,21 +99,27 @@ def compare_records(base: Record, new: Record, *, across: bool = False) -> Compa
 
     With `across`, times on two machines are compared relative to each machine's own ceiling.
     """
+    return _compare_sides(_Side(computable(base)), _Side(computable(new)), across=across)
+
+
+def _compare_sides(base_side: _Side, new_side: _Side, *, across: bool) -> Comparisons:
+    base, new = base_side.record, new_side.record
     unlike = differences(base.environment, new.environment)
     if unlike and not across:
         raise StepscopeError(
             f"{base.study} {base.case} was measured in different environments: {'; '.join(unlike)}",
             "with --across, each run is compared relative to its own machine's ceiling",
         )
+    design: Design = "processes" if not unlike and _interleaved(base_side, new_side) else "separate"
     before, after = _subjects(base), _subjects(new)
     if not before or not after:
         lost = bool(before)
         return Comparisons((_not_compared(new, _why_without_samples(base, new), lost=lost),))
     if len(before) == len(after) == 1:
         (base_series,), (new_series,) = before.values(), after.values()
-        return Comparisons((_compared(base, new, base_series, new_series, "", unlike),))
+        return Comparisons((_compared(base, new, base_series, new_series, "", unlike, design),))
     return Comparisons(
-        _compared(base, new, before.get(name), after.get(name), name, unlike)
+        _compared(base, new, before.get(name), after.get(name), name, unlike, design)
         for name in dict.fromkeys((*after, *before))
     )
 
@@ -122,6 +131,7 @@ def _compared(
     after: Series | None,
     of: str,
     unlike: Sequence[str],
+    design: Design,
 ) -> Comparison:
     if before is None or after is None:
         where = "base" if after is None else "new"
@@ -155,15 +165,18 @@ def _compared(
             f" {base_ceiling.name} {base_ceiling.value / 1e12:.4g} and"
             f" {new_ceiling.value / 1e12:.4g} TFLOP/s",
         )
+    judged = judge(base_values, new_values, design)
+    if judged.reason and not doubts:
+        notes.insert(0, judged.reason)
     return Comparison(
         study=new.study,
         case=new.case,
-        verdict="cannot tell" if doubts else decide(base_values, new_values),
+        verdict="cannot tell" if doubts else judged.outcome,
         unit=before.unit,
         base=summarize(before.values).median,
         new=summarize(after.values).median,
-        ratio=ratio_interval(base_values, new_values),
-        p=mann_whitney(base_values, new_values),
+        ratio=judged.ratio,
+        p=judged.p,
         note="; ".join(notes),
         of=of,
     )
@@ -175,21 +188,23 @@ def compare_runs(
     """Compare every case of either run: first those of the new run, then those only in the base.
 
     If a side has several runs of a case, as from interleaved runs of two commits, the median of
-    each run is one sample.
+    each run is one sample. If the runs did not alternate, these samples may depend on each other.
     """
-    base, new = _by_case(base_records), _by_case(new_records)
+    # Before the samples of several runs become one: impossible values would overflow there.
+    base = _by_case([computable(record) for record in base_records])
+    new = _by_case([computable(record) for record in new_records])
     compared = [
         comparison
-        for key, record in new.items()
+        for key, side in new.items()
         for comparison in (
-            compare_records(base[key], record, across=across)
+            _compare_sides(base[key], side, across=across)
             if key in base
-            else (_not_compared(record, "only in the new run"),)
+            else (_not_compared(side.record, "only in the new run"),)
         )
     ]
     gone = [
-        _not_compared(record, "only in the base run", lost=bool(_subjects(record)))
-        for key, record in base.items()
+        _not_compared(side.record, "only in the base run", lost=bool(_subjects(side.record)))
+        for key, side in base.items()
         if key not in new
     ]
     return Comparisons((*compared, *gone))
@@ -210,7 +225,18 @@ def inconclusive(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
     return tuple(c for c in comparisons if c.verdict in ("cannot tell", "too few samples"))
 
 
-def _by_case(records: Sequence[Record]) -> dict[tuple[str, str], Record]:
+def _interleaved(base: _Side, new: _Side) -> bool:
+    """True if several runs of both sides alternated, so that a drift of the machine affects both.
+    Runs that started at the same time, as far as their records show, are not in an order."""
+    if len(base.started) < 2 or len(new.started) < 2:
+        return False
+    order = sorted([(at, 0) for at in base.started] + [(at, 1) for at in new.started])
+    in_order = len(set(base.started + new.started)) == len(order)
+    switches = sum(before != after for (_, before), (_, after) in pairwise(order))
+    return not in_order or switches >= min(len(base.started), len(new.started)) // 2
+
+
+def _by_case(records: Sequence[Record]) -> dict[tuple[str, str], _Side]:
     """Return one record for each case: its newest attempt, or all of its runs as one."""
     newest: dict[tuple[str, str], dict[str, Record]] = {}
     for record in records:
@@ -221,13 +247,14 @@ def _by_case(records: Sequence[Record]) -> dict[tuple[str, str], Record]:
     return {key: _as_one(list(runs.values())) for key, runs in newest.items()}
 
 
-def _as_one(runs: Sequence[Record]) -> Record:
+def _as_one(runs: Sequence[Record]) -> _Side:
     """Return several runs of a case as one record, with the median of each run as a sample: the
     steps of one process share its memory layout and the state of the machine, so they are not
     independent. Runs that are not good are left out, unless all of them are."""
+    runs = sorted(runs, key=lambda run: run.started)
     measured = [run for run in runs if _subjects(run)]
     if len(runs) == 1 or not measured:
-        return runs[-1]
+        return _Side(runs[-1])
     good = [run for run in measured if trust_of(run).good]
     used = good or measured
     last = used[-1]
@@ -237,7 +264,7 @@ def _as_one(runs: Sequence[Record]) -> Record:
         if (medians := [summarize(same.values).median for run in used if (same := _same(run, one))])
     )
     note = f"{len(used)} runs" + (f" of {len(runs)}" if len(used) < len(runs) else "")
-    return msgspec.structs.replace(
+    one = msgspec.structs.replace(
         last,
         series=series,
         notes=last.notes | {_REPEATED: note},
@@ -245,6 +272,7 @@ def _as_one(runs: Sequence[Record]) -> Record:
         failed_checks=() if good else last.failed_checks,
         readings=() if good else last.readings,
     )
+    return _Side(one, tuple(run.started for run in used))
 
 
 def _same(run: Record, series: Series) -> Series | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
+    from stepscope.analysis.lines.facts import Lines
     from stepscope.analysis.trace.summary import Summary
     from stepscope.records.memory import SavedTensor
 
@@ -49,6 +50,15 @@ def memory_stacks(saved: Sequence[SavedTensor]) -> Iterator[Weighted]:
         if total > 0:
             path = (*_modules(tensor.module), tensor.operator, f"{shape} {tensor.dtype}".strip())
             yield Weighted(path, total)
+
+
+def line_stacks(lines: Lines, *, device: bool = False) -> Iterator[Weighted]:
+    """Milliseconds of the CPU, or of the device, by the calls that lead to a line of code."""
+    for site in lines.sites:
+        value = site.device_ms if device else site.host_ms
+        if value > 0 and site.stack:
+            places = (lines.places[index] for index in site.stack)
+            yield Weighted(tuple(f"{one.where} {one.code}".strip() for one in places), value)
 
 
 def _modules(path: str) -> tuple[str, ...]:

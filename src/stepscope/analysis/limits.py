@@ -10,8 +10,9 @@ from statistics import median
 
 import msgspec
 
+from stepscope.analysis.effects import Effect, level
 from stepscope.analysis.ideal import Rates
-from stepscope.analysis.verdict import Limit
+from stepscope.analysis.verdict import Limit, Share, at_most
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
 from stepscope.records.schema import Ceiling, Clock, Part, Record, Series
@@ -41,6 +42,9 @@ class HostShare(Part, frozen=True):
     fraction: float
     bound: bool
     phases: tuple[str, ...]
+    effect: Effect
+    """The fraction against the one from which a step is CPU-bound. Its interval has the fractions
+    for either end of the interval of the queued work."""
 
 
 def median_ms(
@@ -96,6 +100,23 @@ def step_rates(record: Record, dtype: str, *, fp8: bool) -> Rates | None:
     return Rates(matmul.value, bandwidth.value, narrow.value if in_fp8 and narrow else None)
 
 
+def rates_doubt(record: Record, dtype: str, *, fp8: bool) -> str:
+    """Return why one of the rates of `step_rates` may be too low; empty if none is doubtful."""
+    names = (f"matmul.{dtype}", "memory.copy", *(("matmul.fp8",) if fp8 else ()))
+    return doubt_of(*(record.ceiling(name) for name in names))
+
+
+def measured_ceilings(record: Record) -> dict[str, Ceiling]:
+    """Return the measured ceilings of a record by name, with their doubts."""
+    names = [one.name for one in record.ceilings if one.source == "measured"]
+    return {name: ceiling for name in names if (ceiling := record.ceiling(name)) is not None}
+
+
+def doubt_of(*ceilings: Ceiling | None) -> str:
+    """Return the first doubt about these ceilings; empty if all are reliable."""
+    return next((one.doubt for one in ceilings if one is not None and one.doubt), "")
+
+
 def matmul_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
     """Ceiling of the record's matmul rate: that of its dtype, unless its kernels use another.
 
@@ -112,12 +133,17 @@ def matmul_ceiling(record: Record, measured: bool = True) -> Ceiling | None:
     )
 
 
-def mfu(record: Record, measured: bool = True) -> float | None:
-    """Model FLOPs utilization: the achieved rate as a share of the matmul ceiling."""
-    rate, ceiling = achieved_flops(record), matrix_ceiling(record, measured)
+def mfu(record: Record, measured: bool = True) -> Share | None:
+    """Model FLOPs utilization: the achieved rate as a share of the matmul ceiling. It is an upper
+    bound if that ceiling is doubtful."""
+    return share_of(achieved_flops(record), matrix_ceiling(record, measured))
+
+
+def share_of(rate: float | None, ceiling: Ceiling | None) -> Share | None:
+    """A rate as a share of a ceiling, an upper bound if the ceiling is doubtful."""
     if rate is None or ceiling is None or ceiling.value <= 0.0:
         return None
-    return rate / ceiling.value
+    return at_most(rate / ceiling.value, ceiling.doubt)
 
 
 def fastest_dtype(dtype: str, rates: Mapping[str, float], lacks: Collection[str] = ()) -> str:
@@ -136,15 +162,18 @@ def hardware_limit(
     rates: Mapping[str, float],
     bandwidth: float | None,
     lacks: Collection[str] = (),
+    doubts: Mapping[str, str] | None = None,
 ) -> Limit | None:
     """All matmuls at the measured rate of the fastest dtype, and the bytes of the update moved
-    once; None without FLOPs or a rate."""
+    once; None without FLOPs or a rate. `doubts` are those of ceilings, by name."""
     best = fastest_dtype(dtype, rates, lacks)
     rate = rates.get(best, 0.0)
     if flops <= 0 or rate <= 0:
         return None
     update = 1e3 * parameters * ADAMW_BYTES / bandwidth if bandwidth else 0.0
-    return Limit(matmul_ms=1e3 * flops / rate, update_ms=update, dtype=best)
+    used = (f"matmul.{best}", *(("memory.copy",) if update else ()))
+    doubt = next(filter(None, map((doubts or {}).get, used)), "")
+    return Limit(matmul_ms=1e3 * flops / rate, update_ms=update, dtype=best, doubt=doubt)
 
 
 def phase_sums(record: Record) -> tuple[float, ...]:
@@ -182,7 +211,7 @@ def host_bound(record: Record, variant: str = "") -> HostShare | None:
     lag = so_far
     if not so_far:
         return None
-    total, starved = 0.0, {}
+    total, starved, at_least, at_most = 0.0, {}, 0.0, 0.0
     for name, on_device_ms, on_host_ms in pairs:
         so_far = [before + spent for before, spent in zip(so_far, on_device_ms, strict=False)]
         lag = [
@@ -192,12 +221,21 @@ def host_bound(record: Record, variant: str = "") -> HostShare | None:
         spent = median(on_device_ms)
         total += spent
         passed = median(so_far)
-        if median(lag) <= max(EMPTY_QUEUE * passed, min(LAST_KERNEL * passed, LAST_KERNEL_MS)):
+        empty = max(EMPTY_QUEUE * passed, min(LAST_KERNEL * passed, LAST_KERNEL_MS))
+        queued = level(summarize(lag), neutral=empty)
+        if queued.value <= empty:
             starved[name] = spent
+        at_least += spent * (queued.high <= empty)
+        at_most += spent * (queued.low <= empty)
     if not total:
         return None
     fraction = sum(starved.values()) / total
-    return HostShare(fraction=fraction, bound=fraction >= HOST_BOUND_FROM, phases=tuple(starved))
+    return HostShare(
+        fraction=fraction,
+        bound=fraction >= HOST_BOUND_FROM,
+        phases=tuple(starved),
+        effect=Effect(fraction, at_least / total, at_most / total, neutral=HOST_BOUND_FROM),
+    )
 
 
 def _per_second(record: Record, name: str) -> float | None:

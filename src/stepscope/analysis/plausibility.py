@@ -29,6 +29,18 @@ def plausible(record: Record) -> Record:
     return msgspec.structs.replace(record, status="error", reason=f"not plausible: {why}")
 
 
+def computable(record: Record) -> Record:
+    """Return the record, or the same record as an error if arithmetic with one of its times or
+    ceilings would overflow."""
+    samples = (value for one in record.series for value in (*one.values, *one.warmup))
+    ceilings = (ceiling.value for ceiling in record.ceilings)
+    extreme = next(filter(_extreme, (*samples, *ceilings)), None)
+    if extreme is None or record.status != "ok":
+        return record
+    reason = f"not plausible: it has a value of {extreme:g}"
+    return msgspec.structs.replace(record, status="error", reason=reason)
+
+
 def _complaints(record: Record) -> Iterator[str]:
     lengths: dict[tuple[object, ...], int] = {}
     for series in record.series:
@@ -60,7 +72,11 @@ def _of_samples(series: Series) -> str:
     above_zero = series.unit in _ABOVE_ZERO and not _may_be_zero(series)
     if (low < 0 and series.unit in _ABOVE_ZERO) or (low == 0 and above_zero):
         return f"has a sample of {low:g} {series.unit}"
-    if any(map(_extreme, (*series.values, *series.warmup))):
+    samples = (*series.values, *series.warmup)
+    # All are positive and none is extreme, in almost every series.
+    if min(samples) >= MIN_VALUE and max(samples) <= MAX_VALUE:
+        return ""
+    if any(map(_extreme, samples)):
         return f"has samples from {low:g} to {high:g}"
     return ""
 

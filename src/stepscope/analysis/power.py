@@ -1,5 +1,5 @@
-"""Effect of the power limit on a step: at the cap the device lowers its clock, and the energy of a
-step sets its time."""
+"""Effect of the power limit on a step: at the cap the device lowers its clock, and a step takes at
+least its energy divided by the limit."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Draw(NamedTuple):
 
     @property
     def lasts_ms(self) -> float | None:
-        """Time in which a step's energy is spent at the power limit; None below the cap.
+        """Shortest time in which a step's energy is spent at the power limit; None below the cap.
 
         As exact as the counter, and valid for consecutive steps: after a rest the clock is higher
-        for a while.
+        for a while. The mean power is a few percent below the limit, and the step as much longer.
         """
         share = self.of_limit
         if share is None or share < AT_CAP or not self.limit_w:

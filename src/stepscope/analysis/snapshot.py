@@ -1,8 +1,8 @@
 """Reader of the snapshots that `torch.cuda.memory._dump_snapshot` writes, without executing them.
 
-A snapshot is a pickle, and loading one naively runs any code in it. `plain_pickle` loads only what
-a snapshot consists of: lists, dictionaries, tuples, numbers and strings. Every number and string is
-then checked where it is used.
+A snapshot is a pickle, and loading one naively runs any code in it. `stepscope.pickles` loads only
+what a snapshot consists of: lists, dictionaries, tuples, numbers and strings. Every number and
+string is then checked where it is used.
 
 The live blocks are reconstructed backwards from the end, where they are known. A history whose
 buffer overflowed therefore gives correct numbers for the interval that it still covers.
@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
-from stepscope.analysis.plain_pickle import load_plain
 from stepscope.errors import StepscopeError, no_such_file
+from stepscope.files import read_limited
+from stepscope.pickles import load_plain
 
 _ALLOC, _FREE = "alloc", "free_completed"
 _LIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
@@ -31,6 +32,8 @@ _MAX_ADDRESS = 1 << 64
 _MAX_TOTAL = 1 << 62
 """Limit of 64-bit totals: the sum of many valid sizes may exceed it."""
 _MAX_DEVICES = 1 << 16
+MAX_BYTES = 2 << 30
+"""Size of a snapshot; loaded, it takes up to 20 times as much memory."""
 _MAX_TEXT = 200
 
 
@@ -66,7 +69,7 @@ def read_snapshot(path: Path) -> Snapshot:
     if not path.is_file():
         raise no_such_file(path)
     try:
-        data = path.read_bytes()
+        data = read_limited(path, MAX_BYTES, "record a shorter history")
     except OSError as error:
         raise StepscopeError(f"cannot read {path}: {error.strerror}") from error
     return summarize(load_plain(data, str(path)), path.name)

@@ -1,4 +1,4 @@
-"""Verdict of a page: a step's time, its breakdown, its ideal time, and the changes worth making."""
+"""Verdict of a page: a step's time, its breakdown, its hardware limit, the changes worth making."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.analysis.parts import (
+    COMMUNICATION,
+    DEFINITIONS,
+    IDEAL,
+    IDLE,
+    KINDS,
+    LOADER,
+    OTHER,
+    UNATTRIBUTED,
+)
 from stepscope.display import html_of
 
 Meaning = Literal["ideal", "lost", "communication", "idle", "unattributed", "memory"]
+TrustState = Literal["good", "noisy", "invalid", "incomplete", "unchecked"]
+"""Trust level of the records; or `incomplete`, if the recording ended before its last step; or
+`unchecked`, if nothing shows how busy the machine was, as in a trace."""
+RELIABLE: tuple[TrustState, ...] = ("good", "incomplete", "unchecked")
+"""States whose times are reported and whose changes are ranked."""
 _LIMIT_ERROR = 1.05
 """Ratio of the limit to the step from which the limit counts as wrong."""
 MAX_PARTS = 7
 MAX_CHANGES = 3
-
-IDEAL = "ideal time"
-MATMULS = "matmuls and attention"
-SLOW_MATMULS = "slow matmuls"
-MEMORY = "memory-bound operations"
-COPIES = "casts and copies"
-OPTIMIZER = "optimizer"
-COMMUNICATION = "exposed communication"
-IDLE = "device idle"
-LOADER = "DataLoader"
-OUTSIDE = "outside the model"
-UNATTRIBUTED = "not attributed"
-OTHER = "other"
+MAX_NAMED_LINES = 3
 
 _MEANINGS: dict[str, Meaning] = {
     IDEAL: "ideal",
@@ -43,6 +46,28 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all parts of a verdict."""
 
 
+class AtMost(Data, tag="at-most", frozen=True):
+    """An upper bound: a number that rests on a ceiling which may be too low."""
+
+    value: float
+    reason: str = ""
+
+
+Share = float | AtMost
+FASTER = "parts of the step are faster than the measured ceilings"
+"""Doubt about a limit that a step disproves."""
+
+
+def plain(share: Share) -> float:
+    """Return the number, whether it is a bound or not."""
+    return share.value if isinstance(share, AtMost) else share
+
+
+def at_most(value: float, doubt: str) -> Share:
+    """Return the number, as a bound if there is a doubt about a ceiling that it rests on."""
+    return AtMost(value=value, reason=doubt) if doubt else value
+
+
 class Estimate(Data, frozen=True):
     """Milliseconds with their 95 % interval, or with the range of a prediction."""
 
@@ -51,12 +76,27 @@ class Estimate(Data, frozen=True):
     high: float
 
 
+class Gain(Estimate, frozen=True):
+    """Time that a change gains per step, measured by trials or predicted."""
+
+    measured: bool = False
+    on_top_of: tuple[str, ...] = ()
+    """Titles of the changes that the step already had; empty for the gain of the change alone."""
+
+
 class BreakdownPart(Data, frozen=True):
-    """One segment of the bar from the ideal to the measured step."""
+    """One segment of the bar from the hardware limit to the measured step."""
 
     label: str
     ms: float
     meaning: Meaning
+    code: str = ""
+    """Stable name of its kind; see `analysis.parts`."""
+
+    @property
+    def definition(self) -> str:
+        """What the part is; empty for one that is named where it is made."""
+        return DEFINITIONS.get(self.code, "")
 
     @property
     def amount(self) -> float:
@@ -77,18 +117,34 @@ class MemoryPart(Data, frozen=True):
     def meaning(self) -> Meaning:
         return "memory"
 
+    @property
+    def definition(self) -> str:
+        return ""
+
 
 class Limit(Data, frozen=True):
-    """Ideal time of a step: its matmuls and its update at the measured ceilings of this machine."""
+    """Hardware limit of a step: its matmuls and its update at the measured ceilings of this
+    machine."""
 
     matmul_ms: float
     update_ms: float
     dtype: str
     """The fastest dtype that a known change could give the matmuls."""
+    doubt: str = ""
+    """Reason why the limit may be lower: a ceiling that was measured too low."""
 
     @property
     def ms(self) -> float:
         return self.matmul_ms + self.update_ms
+
+    @property
+    def time(self) -> Share:
+        """The limit in milliseconds, as a bound if there is a doubt."""
+        return at_most(self.ms, self.doubt)
+
+    def share_of(self, step_ms: float) -> Share:
+        """The limit as a share of a step."""
+        return at_most(min(1.0, self.ms / step_ms), self.doubt)
 
 
 class RankedChange(Data, frozen=True):
@@ -96,9 +152,7 @@ class RankedChange(Data, frozen=True):
 
     code: str
     title: str
-    gain: Estimate
-    verified: bool
-    """Measured by a trial on this machine; otherwise predicted."""
+    gain: Gain
     risk: str
     lines: tuple[str, ...]
     """The code to write."""
@@ -107,6 +161,32 @@ class RankedChange(Data, frozen=True):
     """Predicted reduction of the peak memory; negative if it rises."""
     setting: str = ""
     """The setting that it changes; two changes of one setting exclude each other."""
+
+
+class CostlyLine(Data, frozen=True):
+    """A line of the user's code that costs more than it has to; numbers are per step."""
+
+    code: str
+    """The rule that names it."""
+    where: str
+    """File, relative to the folder of the script, and line."""
+    source: str
+    """The text of the line."""
+    title: str
+    """What it does."""
+    advice: str
+    """What to write instead."""
+    times: int
+    """How often it runs, or its iterations; 0 if unknown."""
+    ms: float
+    """What it costs of the step."""
+    share: float
+    host_ms: float = 0.0
+    device_ms: float = 0.0
+    wait_ms: float = 0.0
+    operators: int = 0
+    copied_bytes: int = 0
+    allocated_bytes: int = 0
 
 
 class MemoryChange(Data, frozen=True):
@@ -122,7 +202,7 @@ class MemoryChange(Data, frozen=True):
     gain_after_ms: float = 0.0
     tried: bool = False
     """True if trials included it: then its predicted gains of time are not reported."""
-    measured: Estimate | None = None
+    measured: Gain | None = None
     """Measured gain of time; None if no trial isolates it."""
 
 
@@ -188,21 +268,37 @@ class Verdict(Data, frozen=True):
     peak_bytes: int = 0
     """Peak memory of the step; 0 if it was not measured."""
     memory_change: MemoryChange | None = None
-    mfu: float | None = None
+    mfu: Share | None = None
     """Model FLOPs utilization in the dtype of the step."""
     dtype: str = ""
     changes: tuple[RankedChange, ...] = ()
+    lines: tuple[CostlyLine, ...] = ()
+    """The lines of the user's code to change first."""
     evaluations: Evaluations | None = None
     """Validations or rollouts that take a notable share of the training time."""
     uncertain: RankedChange | None = None
     """The largest predicted gain whose range includes zero, of a change that was not tried."""
     tried: int = 0
     """Changes, or combinations of them, whose gain was measured."""
+    not_tried: str = ""
+    """Reason why no trial could be completed; empty if one was, or none was started."""
+    undecided: RankedChange | None = None
+    """The largest measured gain that the trials do not distinguish from zero."""
+    unchanged_ms: float | None = None
+    """Time of the unchanged step in the trials; None without trials."""
+    not_evaluated: tuple[str, ...] = ()
+    """Titles of changes that could not be predicted, because an input is missing."""
     judged: bool = True
     """True if the advice rules were applied; they are not for the model of the studies."""
-    trust: Literal["good", "noisy", "invalid"] = "good"
+    order: tuple[str, ...] = ()
+    """Titles of changes in their order where times are not reliable; no gain is known."""
+    order_by: str = ""
+    """What the order is by: device time, CPU time, instructions."""
+    trust: TrustState = "good"
     trust_reason: str = ""
     next_command: str = ""
+    next_on_recording: str = ""
+    """The next command without the program, where a recording can take its place; else empty."""
 
     def _repr_html_(self) -> str:
         return html_of(self)
@@ -213,11 +309,11 @@ class Verdict(Data, frozen=True):
         return sum(part.bytes for part in self.memory) if self.memory else None
 
     @property
-    def limit_share(self) -> float | None:
-        """The ideal time as a share of the measured step."""
+    def limit_share(self) -> Share | None:
+        """The hardware limit as a share of the measured step."""
         if self.limit is None or self.step is None or self.step.value <= 0:
             return None
-        return min(1.0, self.limit.ms / self.step.value)
+        return self.limit.share_of(self.step.value)
 
     @property
     def limit_is_wrong(self) -> bool:
@@ -236,8 +332,11 @@ class Verdict(Data, frozen=True):
         return sum(part.ms for part in self.parts if part.meaning == "unattributed")
 
 
-def parts_of(spent: Mapping[str, float]) -> tuple[BreakdownPart, ...]:
-    """Return at most seven parts with the same total: the ideal time first, then the largest."""
+def parts_of(
+    spent: Mapping[str, float], names: Mapping[str, str] | None = None
+) -> tuple[BreakdownPart, ...]:
+    """Return at most seven parts with the same total: the hardware limit first, then the largest.
+    `names` are those of this step, where they differ (`parts.part_names`)."""
     least = _SHOWN_FROM * sum(spent.values())
     known = {label: ms for label, ms in spent.items() if ms > least}
     if known:
@@ -251,7 +350,12 @@ def parts_of(spent: Mapping[str, float]) -> tuple[BreakdownPart, ...]:
         rest = [*kept, OTHER]
     order = [*([IDEAL] if IDEAL in known else []), *rest]
     return tuple(
-        BreakdownPart(label=label, ms=known[label], meaning=_MEANINGS.get(label, "lost"))
+        BreakdownPart(
+            label=(names or {}).get(label, label),
+            ms=known[label],
+            meaning=_MEANINGS.get(label, "lost"),
+            code=KINDS[label].code if label in KINDS else "",
+        )
         for label in order
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from stepscope.files import replacing
 from stepscope.records.memory import Standing
 
 HISTORY_ENTRIES = 200_000
@@ -99,5 +100,5 @@ def recorded_history(path: Path) -> Iterator[History]:
         traces = snapshot["device_traces"]
         recording.overflowed = any(len(trace) >= HISTORY_ENTRIES for trace in traces)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
+        with replacing(path) as file:
             pickle.dump(snapshot, file)

@@ -2,6 +2,10 @@
 
 A ceiling is the best batch of runs over several shapes, on random data: the rate that a large,
 well-shaped matmul or copy reaches on an undisturbed machine, not the rate of the datasheet.
+
+Other work can only make a ceiling too low. Each is therefore measured two to four times, until two
+undisturbed measurements agree with the best one. If they never do, the ceiling has a doubt: it is
+measured again before its next use, and what rests on it is marked as a bound.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,11 +23,11 @@ from pathlib import Path
 import msgspec
 import torch
 
+from stepscope.files import replace_file
 from stepscope.measure.datasheet import datasheet_ceilings
 from stepscope.measure.device import Device
 from stepscope.records.decoding import from_json
-from stepscope.records.jsonl import replace_file
-from stepscope.records.schema import Ceiling, Environment
+from stepscope.records.schema import Ceiling, Environment, Reading
 
 _DTYPES = ("float32", "tf32", "float16", "bfloat16", "fp8")
 _MATRIX_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (128, 512, 1024, 2048)}
@@ -41,6 +45,18 @@ _CHECKED_SIZE = {"cuda": 4096, "cpu": 512}
 _CHECKED_CALLS = 5
 _EXCEEDED = 1.1
 """A cached ceiling that these matmuls exceed by this factor is measured again."""
+_LEAST_TIMES, _MOST_TIMES = 2, 4
+"""Measurements of a ceiling."""
+_APART, _LAUNCHES_APART = 0.05, 0.15
+"""Largest relative difference of measurements that agree. Launches depend on the CPU's clock."""
+_WAITED = 0.10
+"""Seconds per second that threads wait for a core, from which on a measurement is disturbed; the
+same as in the check `busy-machine`."""
+_SLOWED = frozenset({"hardware-slowdown", "thermal-software", "thermal-hardware", "power-brake"})
+"""Throttle reasons of a disturbed measurement. The power cap is usual for large matmuls."""
+_IN_USE, _REST_S = 0.10, 1.0
+"""Share of the time in which other processes use the GPU, from which on ceilings are disturbed; and
+the time over which the driver averages it."""
 
 Progress = Callable[[int, int, str], None]
 
@@ -53,39 +69,113 @@ def ceilings(
     again: bool = False,
 ) -> tuple[Ceiling, ...]:
     """This machine's ceilings: from the cache, or measured now (or `again`) and cached. Cached ones
-    that a quick matmul exceeds were measured on a busy machine, and are measured again."""
+    with a doubt are measured again, and all of them if a quick matmul exceeds its ceiling."""
     path = _cache_file(environment)
-    measured = None if again else _cached(path)
-    if measured is None or _exceeded(device, measured):
-        measured = measure_ceilings(device, progress)
+    cached = () if again else _cached(path, environment)
+    if not cached or _exceeded(device, cached):
+        measured = _checked(measure_ceilings(device, progress), environment)
         _write_cache(path, measured)
+    elif doubted := [one.name for one in cached if one.doubt]:
+        later = {
+            one.name: one
+            for one in _checked(measure_ceilings(device, progress, doubted), environment)
+        }
+        measured = tuple(_better(one, later.get(one.name, one)) for one in cached)
+        _write_cache(path, measured)
+    else:
+        measured = cached
     return (*measured, *datasheet_ceilings(environment.device_name))
 
 
 def known_ceilings(environment: Environment) -> tuple[Ceiling, ...]:
     """Cached and datasheet ceilings of this machine, without measuring."""
     return (
-        *(_cached(_cache_file(environment)) or ()),
+        *_cached(_cache_file(environment), environment),
         *datasheet_ceilings(environment.device_name),
     )
 
 
-def measure_ceilings(device: Device, progress: Progress | None = None) -> tuple[Ceiling, ...]:
+def _checked(measured: tuple[Ceiling, ...], environment: Environment) -> tuple[Ceiling, ...]:
+    return tuple(one.checked(environment) for one in measured)
+
+
+def _better(first: Ceiling, second: Ceiling) -> Ceiling:
+    """Of two measurements the one without a doubt, else the higher one."""
+    return max(first, second, key=lambda one: (not one.doubt, one.value))
+
+
+def measure_ceilings(
+    device: Device, progress: Progress | None = None, names: Collection[str] | None = None
+) -> tuple[Ceiling, ...]:
+    """Measure all ceilings, or those of these names."""
     dtypes = [name for name in _DTYPES if name not in device.lacks()]
-    jobs: list[tuple[str, Callable[[], Ceiling]]] = [
-        (f"matmul rate, {name}", partial(_matmul_rate, device, name)) for name in dtypes
-    ]
-    jobs += [
-        ("memory bandwidth", partial(_copy_rate, device)),
-        ("launch rate", partial(_launch_rate, device)),
-    ]
+    jobs: dict[str, tuple[str, Measure]] = {
+        f"matmul.{name}": (f"matmul rate, {name}", partial(_matmul_rate, device, name))
+        for name in dtypes
+    }
+    jobs |= {
+        "memory.copy": ("memory bandwidth", partial(_copy_rate, device)),
+        "launch.rate": ("launch rate", partial(_launch_rate, device)),
+    }
+    wanted = [job for name, job in jobs.items() if names is None or name in names]
+    in_use = _in_use(device)
     measured = []
-    for done, (title, job) in enumerate(jobs):
+    for done, (title, job) in enumerate(wanted):
         if progress:
-            progress(done, len(jobs), title)
-        measured.append(job())
+            progress(done, len(wanted), title)
+        measured.append(_repeated(device, job, in_use))
     device.release()
     return tuple(measured)
+
+
+Measure = Callable[[Ceiling | None], Ceiling]
+"""Measures one ceiling; given an earlier measurement, only the shape that it found best."""
+
+
+def _repeated(device: Device, measure: Measure, in_use: str = "") -> Ceiling:
+    """Return the best of two to four measurements, with a doubt unless two undisturbed ones agree
+    with it."""
+    best: Ceiling | None = None
+    undisturbed: list[float] = []
+    disturbances: list[str] = []
+    values_apart = ""
+    for done in range(1, _MOST_TIMES + 1):
+        before = device.read()
+        ceiling = measure(best)
+        best = ceiling if best is None or ceiling.value > best.value else best
+        if disturbance := in_use or _disturbance(before, device.read()):
+            disturbances.append(disturbance)
+        else:
+            undisturbed.append(ceiling.value)
+        apart = _LAUNCHES_APART if best.name == "launch.rate" else _APART
+        agreeing = [value for value in undisturbed if value >= (1 - apart) * best.value]
+        if done >= _LEAST_TIMES and len(agreeing) >= _LEAST_TIMES:
+            return best
+        values_apart = f"measurements of {best.name} differ by more than {100 * apart:.0f} %"
+    assert best is not None
+    return msgspec.structs.replace(best, doubt=next(iter(disturbances), values_apart))
+
+
+def _disturbance(before: Reading, after: Reading) -> str:
+    """Return what disturbed a measurement between two readings; empty if nothing is known."""
+    slowed = sorted(_SLOWED & {*before.throttle, *after.throttle})
+    if slowed:
+        return f"the device was throttled ({', '.join(slowed)})"
+    elapsed = after.at_s - before.at_s
+    if before.waited_s is None or after.waited_s is None or elapsed <= 0:
+        return ""
+    waited = (after.waited_s - before.waited_s) / elapsed
+    return "the machine was busy" if waited >= _WAITED else ""
+
+
+def _in_use(device: Device) -> str:
+    """Return a reason if other processes use the device; a GPU reports it while this one rests."""
+    if device.kind == "cpu":
+        return ""
+    device.synchronize()
+    time.sleep(_REST_S)
+    share = device.utilization()
+    return f"other work used {100 * share:.0f} % of the GPU" if share and share >= _IN_USE else ""
 
 
 def _timed(device: Device, call: Callable[[], object], times: int = 1) -> float:
@@ -123,12 +213,14 @@ def _seconds_per_call(
     return min(samples)
 
 
-def _matmul_rate(device: Device, name: str) -> Ceiling:
+def _matmul_rate(device: Device, name: str, before: Ceiling | None = None) -> Ceiling:
     budget = _SECONDS_PER_SHAPE[device.kind]
     best = 0.0
     shape = ""
     with _tf32(name == "tf32"):
         for n in _MATRIX_SIZES[device.kind]:
+            if before is not None and _shape(n) not in before.detail:
+                continue
             # A dtype without hardware support is slow from the first shape on; larger shapes would
             # take minutes.
             if best and 2 * n**3 / best > budget:
@@ -140,13 +232,19 @@ def _matmul_rate(device: Device, name: str) -> Ceiling:
                 # A small or shared GPU: the smaller shapes have given a rate.
                 break
             for layout, multiply in calls.items():
+                if before is not None and before.detail != f"{_shape(n)} {layout}":
+                    continue
                 hopeless_s = _HOPELESS * 2 * n**3 / best if best else math.inf
                 rate = 2 * n**3 / _seconds_per_call(device, multiply, budget, hopeless_s)
                 if rate > best:
-                    best, shape = rate, f"{n}×{n}×{n} {layout}"
+                    best, shape = rate, f"{_shape(n)} {layout}"
     return Ceiling(
         name=f"matmul.{name}", value=best, unit="FLOP/s", source="measured", detail=shape
     )
+
+
+def _shape(n: int) -> str:
+    return f"{n}×{n}×{n}"
 
 
 def _matmuls(name: str, n: int, device: torch.device) -> dict[str, Callable[[], object]]:
@@ -178,7 +276,7 @@ def _exceeded(device: Device, measured: tuple[Ceiling, ...]) -> bool:
     return 2 * n**3 / seconds > _EXCEEDED * limit
 
 
-def _copy_rate(device: Device) -> Ceiling:
+def _copy_rate(device: Device, _: Ceiling | None = None) -> Ceiling:
     size = min(_COPY_BYTES[device.kind], device.memory_bytes // 8)
     part = min(size, _FILLED_BYTES)
     source = torch.randn(part // 4, device=device.torch_device).repeat(size // part)
@@ -193,7 +291,7 @@ def _copy_rate(device: Device) -> Ceiling:
     )
 
 
-def _launch_rate(device: Device) -> Ceiling:
+def _launch_rate(device: Device, _: Ceiling | None = None) -> Ceiling:
     x = torch.zeros(1, device=device.torch_device)
 
     def burst() -> None:
@@ -233,17 +331,20 @@ def _cache_file(environment: Environment) -> Path:
         environment.driver,
         environment.power_limit_w,
         _DTYPES,
+        # Ceilings of earlier versions were stored without their doubts.
+        "doubts",
     ]
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "stepscope" / f"ceilings-{digest}.json"
 
 
-def _cached(path: Path) -> tuple[Ceiling, ...] | None:
+def _cached(path: Path, environment: Environment) -> tuple[Ceiling, ...]:
+    """Return the cached ceilings; empty without a readable cache."""
     try:
-        return from_json(path.read_bytes(), tuple[Ceiling, ...])
+        return _checked(from_json(path.read_bytes(), tuple[Ceiling, ...]), environment)
     except (OSError, msgspec.DecodeError):
-        return None
+        return ()
 
 
 def _write_cache(path: Path, measured: tuple[Ceiling, ...]) -> None:

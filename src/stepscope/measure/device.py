@@ -101,6 +101,11 @@ class Device(ABC):
         """Current clocks, power and throttling."""
         return Reading(at_s=time.monotonic())
 
+    def utilization(self) -> float | None:
+        """Share of the last second or so in which the device worked, for any process; None if it is
+        not reported."""
+        return None
+
     @property
     def energy_missing(self) -> str:
         """The reason why there is no energy counter to read."""
@@ -164,8 +169,7 @@ class CpuDevice(Device):
     def release(self) -> None:
         super().release()
         # Freed memory in the allocator's cache would hide the growth of the next case.
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+        trim_heap()
 
     def reset_peak(self) -> None:
         import psutil
@@ -263,6 +267,9 @@ class CudaDevice(Device):
     def read(self) -> Reading:
         return self.telemetry.read()
 
+    def utilization(self) -> float | None:
+        return self.telemetry.utilization()
+
     @property
     def energy_missing(self) -> str:
         return f"the driver reports no energy counter for {self.name}"
@@ -285,6 +292,12 @@ def pick_device(choice: str = "auto") -> Device:
             )
         return CudaDevice(int(os.environ.get("LOCAL_RANK", "0")))
     raise UsageError(f"device {choice!r} does not exist", "one of: auto, cpu, cuda")
+
+
+def trim_heap() -> None:
+    """Return freed memory in the C library's cache to the system."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def cpu_multiplies_bfloat16() -> bool:

@@ -28,9 +28,15 @@ _CHECKPOINTS = ("_recomputation_hook.", "_checkpoint_hook.")
 
 
 def operator_flops(
-    function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
+    function: Any,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    result: Any,
+    *,
+    full: bool = False,
 ) -> int:
-    """FLOPs of one operator call; 0 for operators without a matmul or convolution."""
+    """FLOPs of one operator call; 0 for operators without a matmul or convolution. `full` counts
+    all pairs of causal attention, as naive attention computes them."""
     packet = getattr(function, "_overloadpacket", None)
     name = getattr(packet, "__name__", "")
     if name == _CPU_ATTENTION:
@@ -50,7 +56,7 @@ def operator_flops(
     if "attention" in name and name.endswith("_backward"):
         counted = _without_recomputed_scores(counted, arguments)
     causal = bool(_by_name(function, arguments, keywords).get("is_causal"))
-    return int(counted) // 2 if causal else int(counted)
+    return int(counted) // 2 if causal and not full else int(counted)
 
 
 def _without_recomputed_scores(counted: int, arguments: tuple[Any, ...]) -> int:
@@ -102,7 +108,8 @@ def computes_again() -> bool:
 class FlopCount:
     """FLOPs by the dtype of the operands."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, full: bool = False) -> None:
+        self._full = full
         self.by_dtype: dict[str, int] = {}
         self.again = 0
         """FLOPs of recomputation; not part of `total`."""
@@ -114,7 +121,7 @@ class FlopCount:
     def add(
         self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
     ) -> None:
-        counted = operator_flops(function, arguments, keywords, result)
+        counted = operator_flops(function, arguments, keywords, result, full=self._full)
         if counted and computes_again():
             self.again += counted
         elif counted:

@@ -33,8 +33,11 @@ def time_interleaved(
     host_ahead: bool = False,
     before: Mapping[str, Callable[[], object]] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    until: Callable[[Samples], bool] | None = None,
 ) -> Timing:
     """Time each variant: a series on the device's queue, and one of the CPU's issue time.
+
+    The rounds end early as soon as `until` is true of the samples.
 
     `before[name]` runs ahead of each sample of that variant, outside of it.
 
@@ -69,6 +72,8 @@ def time_interleaved(
                 progress(min(taken, rounds) + warmup, rounds + warmup)
             if time.monotonic() - readings[-1].at_s > READING_EVERY_S:
                 readings.append(device.read())
+            if until is not None and taken > 0 and until(samples):
+                break
     readings.append(device.read())
     # Rounds are shuffled: return the series in the order of the arguments.
     index = {name: position for position, name in enumerate(variants)}

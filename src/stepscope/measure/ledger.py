@@ -39,6 +39,7 @@ from stepscope.records.memory import (
     TEMPORARIES,
     WEIGHT_COPIES,
     WITHIN_OPERATORS,
+    GradientMoment,
     PhasePeak,
     SavedTensor,
     kind_of,
@@ -68,6 +69,9 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         """Bytes of the largest new storage, its operator, and the line of code."""
         self.library_bytes = library_bytes
         """Workspace of libraries in the allocator; may be measured afterwards."""
+        self.gradients: list[GradientMoment] = []
+        """Moments of the gradients, in the order in which the backward pass completed them."""
+        self._names: dict[int, str] = {}
         self._allocator = allocator
         self._lines: dict[str, int] = {}
         self._current = ""
@@ -106,7 +110,8 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
                 for name, module in all_named_parts(model):
                     for handle in self._hook(f"{root}/{name}".strip("/"), module):
                         stack.callback(handle.remove)
-                for parameter in model.parameters():
+                for name, parameter in model.named_parameters():
+                    self._names[id(parameter)] = f"{root}/{name}".strip("/")
                     if parameter.requires_grad:
                         stack.callback(after_gradient(parameter, self._attribute_gradient).remove)
             stack.enter_context(self.seeing_saved(self._pack))
@@ -219,6 +224,10 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
     def _attribute_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self.aside(self.count, (parameter.grad,), GRADIENTS)
+            # A sparse gradient has no `nbytes`: its parts are counted as other tensors are.
+            dense = parameter.grad.layout is torch.strided
+            name, size = self._names.get(id(parameter), ""), parameter.grad.nbytes if dense else 0
+            self.gradients.append(GradientMoment(parameter=name, bytes=size, live=self.now))
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self.aside(self._note_saved, tensor)

@@ -11,6 +11,8 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from stepscope.files import replacing
+
 _BLOCK = 4 << 20
 _LEVEL = 6
 _HEADER = b"\x1f\x8b\x08" + bytes(6) + b"\xff"
@@ -29,7 +31,7 @@ def pack(source: Path, target: Path) -> None:
         return body + packer.flush(zlib.Z_FINISH if last else zlib.Z_SYNC_FLUSH)
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool, target.open("wb") as file:
+    with ThreadPoolExecutor(os.cpu_count()) as pool, replacing(target) as file:
         file.write(_HEADER)
         # zlib releases the GIL.
         for block in pool.map(deflated, starts):

@@ -64,6 +64,11 @@ class Telemetry:
             throttle=tuple(name for bit, name in _THROTTLE_BITS.items() if bits & bit),
         )
 
+    def utilization(self) -> float | None:
+        """Share of the last sampling period in which a kernel of any process ran."""
+        percent = self._query(lambda n, h: n.nvmlDeviceGetUtilizationRates(h).gpu)
+        return None if percent is None else float(percent) / 100
+
     def energy_j(self) -> float | None:
         """Energy consumed since the driver was loaded, in joules."""
         millijoules = self._query(lambda n, h: n.nvmlDeviceGetTotalEnergyConsumption(h))

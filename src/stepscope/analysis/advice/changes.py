@@ -71,21 +71,23 @@ def advise(facts: Facts, factors: dict[str, float] | None = None) -> tuple[Advic
         factor = (factors or {}).get(advice.code, 1.0) if advice.gain_ms > 0 else 1.0
         advice = msgspec.structs.replace(advice, gain_ms=advice.gain_ms * factor, factor=factor)
         if worth(advice, facts):
-            advice = _with_range(advice, facts)
+            advice = with_range(advice, facts)
             advised.append(advice if is_faster(advice, facts) else _for_memory(advice))
         elif advice.code in _ALWAYS_LISTED:
-            advice = _with_range(_on_top(advice, facts), facts)
+            advice = with_range(_on_top(advice, facts), facts)
             advised.append(msgspec.structs.replace(advice, ranked=False))
     return without_ranks(advised) if facts.doubt else tuple(sorted(advised, key=_rank))
 
 
 def without_ranks(advice: Sequence[Advice]) -> tuple[Advice, ...]:
-    """Sort by code and drop the ranks: gains predicted from untrusted times give no order."""
+    """Sort by code and drop the ranks: gains predicted from untrusted times are no gains; for an
+    order see `order.py`."""
     replaced = (msgspec.structs.replace(one, ranked=False) for one in advice)
     return tuple(sorted(replaced, key=lambda one: one.code))
 
 
-def _with_range(advice: Advice, facts: Facts) -> Advice:
+def with_range(advice: Advice, facts: Facts) -> Advice:
+    """Return the advice with the range of its gain, and a rank if that lies above zero."""
     low, high = gain_range(advice.code, advice.gain_ms, facts)
     return msgspec.structs.replace(advice, low_ms=low, high_ms=high, ranked=low > 0)
 

@@ -200,6 +200,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """FLOP/s by dtype, measured on this machine."""
     bandwidth: float | None = None
     """B/s, measured on this machine."""
+    ceiling_doubts: dict[str, str] = {}
+    """Reasons why ceilings may be too low, by name, such as `matmul.float32`."""
     rates_basis: str = "here"
     """Source of the rates: measured here, or a data sheet."""
     cores: int = 0
@@ -210,6 +212,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Features this machine does not have: a dtype, or `compiler`."""
     doubt: str = ""
     """Reason why the times cannot be trusted, such as a busy machine; empty if they can."""
+    ordered: bool = True
+    """Even times that cannot be trusted show an order of the changes: the machine was busy, but the
+    work was that of a step."""
 
     @property
     def loader_bound(self) -> bool:

@@ -2,13 +2,14 @@
 optimizer, and the step as a CUDA graph.
 
 What `accelerate` would replace is recorded with the step; the time of the replaced kernels comes
-from the trace. On a CPU its layers run in plain PyTorch, so only fused attention gains time there,
-and the fused loss memory.
+from the trace. On a CPU its layers run in plain PyTorch: there it is not advised as a whole, only
+the fused loss for its memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from enum import StrEnum
 
 from msgspec.structs import replace
 
@@ -20,15 +21,22 @@ from stepscope.analysis.limits import ADAMW_BYTES
 
 ACCELERATE = "accelerate"
 """Value of a setting that `stepscope.accelerate` applies."""
-NORM, MLP, LINEAR, ATTENTION, LOSS, EMBEDDING, OPTIMIZER = (
-    "norm",
-    "mlp",
-    "linear",
-    "attention",
-    "loss",
-    "embedding",
-    "optimizer",
-)
+
+
+class Group(StrEnum):
+    """A setting of `stepscope.accelerate`: pieces that are one change. Together they are all of
+    it."""
+
+    NORM = "norm"
+    MLP = "mlp"
+    LINEAR = "linear"
+    ATTENTION = "attention"
+    LOSS = "loss"
+    EMBEDDING = "embedding"
+    OPTIMIZER = "optimizer"
+
+
+NORM, MLP, LINEAR, ATTENTION, LOSS, EMBEDDING, OPTIMIZER = GROUPS = tuple(Group)
 SDPA = "SDPA"
 """Entry among the recorded pieces: `accelerate` switches the model's attention to SDPA."""
 ATTENTION_KERNEL = "attention kernel"
@@ -39,17 +47,24 @@ _PARTS_OF_ATTENTION = (SDPA, ATTENTION_KERNEL, ROTARY)
 """Pieces that leave the projections as they are."""
 STEP = "step"
 """Setting that runs the loop as a `TrainStep`."""
-GROUPS = (NORM, MLP, LINEAR, ATTENTION, LOSS, EMBEDDING, OPTIMIZER)
-"""Settings of the pieces. Each is one change; together they are the whole of `accelerate`."""
-_WORDS = {
-    NORM: ("norm", "residual"),
-    MLP: ("mlp",),
-    ATTENTION: ("attention", "sdpa", "rotary"),
-    LOSS: ("loss",),
-    EMBEDDING: ("embedding",),
-    OPTIMIZER: ("optimizer",),
+_GROUP_OF = {
+    "RMSNorm": NORM,
+    "LayerNorm": NORM,
+    "residual block": NORM,
+    "gated MLP": MLP,
+    "MLP": MLP,
+    "linear": LINEAR,
+    "attention": ATTENTION,
+    "attention mask": ATTENTION,
+    ATTENTION_KERNEL: ATTENTION,
+    ROTARY: ATTENTION,
+    SDPA: ATTENTION,
+    "head and loss": LOSS,
+    "embedding": EMBEDDING,
+    "patch embedding": EMBEDDING,
+    "optimizer": OPTIMIZER,
 }
-"""Words in the names of pieces."""
+"""The group of each piece, by the name that reports and records have."""
 _WEIGHTS = {LINEAR: 1, MLP: 3, ATTENTION: 4}
 """Linear layers of a module of these pieces, whose casts are cached."""
 IN_BLOCKS = (NORM, MLP, LINEAR, ATTENTION)
@@ -71,11 +86,9 @@ _NUMERICS = (
 _FIXED_SHAPES = "one graph for each shape; the Python code of the step does not run in a replay"
 
 
-def group_of(piece: str) -> str:
-    """Return the setting that a piece of `accelerate` belongs to: linear layers and all others
-    belong to `linear`."""
-    name = piece.lower()
-    return next((g for g, words in _WORDS.items() if any(w in name for w in words)), LINEAR)
+def group_of(piece: str) -> Group:
+    """Return the group of a piece: linear layers and all that are not known belong to `LINEAR`."""
+    return _GROUP_OF.get(piece, LINEAR)
 
 
 def _found(facts: Facts, group: str) -> list[PieceWork]:
@@ -118,7 +131,7 @@ def _with_linear(facts: Facts, group: str) -> Facts | str:
     """Return the step without casts of the weights of linear layers that are in no other piece."""
     pieces = _found(facts, group)
     if not pieces:
-        return "all linear layers are in other pieces, which cache their casts too"
+        return "all linear layers are in other pieces, which cast no gradients either"
     if not facts.on_gpu:
         return _ON_CPU
     if not facts.autocast:
@@ -151,8 +164,8 @@ def _weights(pieces: Sequence[PieceWork]) -> int:
 
 
 def _without_casts(facts: Facts, pieces: Sequence[PieceWork]) -> Facts:
-    """Return the step without casts of the weights of these pieces, and of their gradients: the
-    fused update writes the casts with the weights."""
+    """Return the step without casts of the gradients of the weights of these pieces, and in a CUDA
+    graph without casts of the weights, which its update writes."""
     weights, every = _weights(pieces), _weights(facts.pieces or ())
     if not (weights and facts.autocast and facts.on_gpu):
         return facts
@@ -162,7 +175,8 @@ def _without_casts(facts: Facts, pieces: Sequence[PieceWork]) -> Facts:
         launches = max(0.0, work.launches - weights)
         return replace(work.with_more("copy/cast", -cast_ms), launches=launches)
 
-    after = facts.with_work(without_casts, ("forward", "backward"))
+    phases = ("forward", "backward") if facts.captured else ("backward",)
+    after = facts.with_work(without_casts, phases)
     return replace(after, attention=facts.attention)
 
 
@@ -278,31 +292,37 @@ def _replaced_work(group: str, what: str) -> Callable[[Facts, Facts], str]:
     return why
 
 
-@rule("accelerate-norms", "fused norms and residual adds (stepscope.accelerate)")
+@rule(
+    "accelerate-norms", "fused norms and residual adds (stepscope.accelerate)", whole="accelerate"
+)
 def _norms(facts: Facts) -> Change | str:
     return _one(facts, NORM, _replaced_work(NORM, "norms"))
 
 
-@rule("accelerate-mlp", "fused gated MLPs (stepscope.accelerate)")
+@rule("accelerate-mlp", "fused gated MLPs (stepscope.accelerate)", whole="accelerate")
 def _mlps(facts: Facts) -> Change | str:
     return _one(facts, MLP, _replaced_work(MLP, "activations of the MLPs"))
 
 
-@rule("accelerate-linear", "weight casts cached from step to step (stepscope.accelerate)")
+@rule(
+    "accelerate-linear",
+    "linear layers without casts of gradients (stepscope.accelerate)",
+    whole="accelerate",
+)
 def _linear(facts: Facts) -> Change | str:
     return _one(
         facts,
         LINEAR,
         lambda facts, _: (
             "autocast casts every weight in the forward and its gradient in the backward:"
-            f" {2 * facts.casts_ms:.3g} ms at the bandwidth measured here; the fused update writes"
-            " the casts with the weights"
+            f" {2 * facts.casts_ms:.3g} ms at the bandwidth measured here; gradients are written"
+            " without a cast, and the update of a CUDA graph writes the casts of the weights"
         ),
     )
 
 
 @rule("accelerate-attention", "fused projections, rotary positions and attention"
-      " (stepscope.accelerate)")  # fmt: skip
+      " (stepscope.accelerate)", whole="accelerate")  # fmt: skip
 def _attention(facts: Facts) -> Change | str:
     if not facts.on_gpu:
         return f"{_ON_CPU}: see fused attention"
@@ -319,7 +339,7 @@ def _attention(facts: Facts) -> Change | str:
     return _one(facts, ATTENTION, why)
 
 
-@rule("fused-loss", "fused linear cross-entropy (chunked, without full logits)")
+@rule("fused-loss", "fused linear cross-entropy (chunked, without full logits)", whole="accelerate")
 def _fused_loss(facts: Facts) -> Change | str:
     """The chunked loss, which `accelerate` applies where the model's forward computes the loss."""
     if facts.loss_ms <= 0:
@@ -347,12 +367,16 @@ def _fused_loss(facts: Facts) -> Change | str:
     )
 
 
-@rule("accelerate-embedding", "fused gradient of the embedding (stepscope.accelerate)")
+@rule(
+    "accelerate-embedding",
+    "fused gradient of the embedding (stepscope.accelerate)",
+    whole="accelerate",
+)
 def _embedding(facts: Facts) -> Change | str:
     return _one(facts, EMBEDDING, _replaced_work(EMBEDDING, "gradients of embeddings"))
 
 
-@rule("accelerate-optimizer", "optimizer in one launch (stepscope.accelerate)")
+@rule("accelerate-optimizer", "optimizer in one launch (stepscope.accelerate)", whole="accelerate")
 def _one_launch(facts: Facts) -> Change | str:
     def why(facts: Facts, after: Facts) -> str:
         launches = sum(work.launches for work in facts.phases if work.name == OPTIMIZER)
@@ -382,10 +406,10 @@ def with_all_pieces(facts: Facts) -> tuple[list[str], Facts] | str:
     """Return the pieces that `accelerate` is advised for, and the step with them; or why none."""
     if (reason := _not_applicable(facts, GROUPS)) is not None:
         return reason
-    groups, after = _paying(facts)
-    if not facts.on_gpu and len(groups) < 2:
+    if not facts.on_gpu:
         return f"{_ON_CPU}: see fused attention and the fused loss"
-    if groups and facts.on_gpu:
+    groups, after = _paying(facts)
+    if groups:
         # Not predicted, but they cost no time either, and may gain with another dtype.
         groups += [group for group in (LINEAR, EMBEDDING) if group not in groups]
     return (groups, after) if groups else "stepscope.accelerate replaces no part that would gain"
@@ -414,9 +438,7 @@ def _accelerate(facts: Facts) -> Change | str:
         after=after,
         gain_bytes=_bytes(facts, after),
         why=f"fused kernels replace {_parts(groups)}: fewer launches, and each tensor is read and"
-        " written once"
-        if facts.on_gpu
-        else f"{_parts(groups)} would be replaced; {_ON_CPU} otherwise",
+        " written once",
         risk=_NUMERICS,
         lines=("import stepscope", _call(facts, groups)),
         setting=dict.fromkeys(groups, ACCELERATE),
@@ -452,7 +474,7 @@ def _step_setting(facts: Facts) -> tuple[dict[str, str], str]:
     return {STEP: "graph"}, ""
 
 
-@rule("train-step", "stepscope.TrainStep (the step as a CUDA graph)")
+@rule("train-step", "stepscope.TrainStep (the step as a CUDA graph)", last=True)
 def _train_step(facts: Facts) -> Change | str:
     after = _as_graph(facts)
     if isinstance(after, str):
@@ -471,7 +493,7 @@ def _train_step(facts: Facts) -> Change | str:
     )
 
 
-@rule("accelerate-step", "stepscope.accelerate and TrainStep (fused, as a CUDA graph)")
+@rule("accelerate-step", "stepscope.accelerate and TrainStep (fused, as a CUDA graph)", parts=True)
 def _accelerated_step(facts: Facts) -> Change | str:
     """Both together: fused kernels are so short that the host limits the step without a graph."""
     whole, graph = with_all_pieces(facts), _as_graph(facts)

@@ -93,13 +93,21 @@ class Registered(NamedTuple):
     code: str
     title: str
     rule: Rule
+    whole: str = ""
+    """Code of the change that this one is a part of: searched only where that one is not."""
+    parts: bool = False
+    """The change combines others, which the search combines itself."""
+    last: bool = False
+    """The change is made after all others: it removes the launches that they leave."""
 
 
 REGISTRY: list[Registered] = []
 
 
-def rule(code: str, title: str) -> Callable[[Callable[[Facts], Change | str]], Rule]:
-    """Register a rule under the code and the title of its change."""
+def rule(
+    code: str, title: str, *, whole: str = "", parts: bool = False, last: bool = False
+) -> Callable[[Callable[[Facts], Change | str]], Rule]:
+    """Register a rule under the code and the title of its change; see `Registered`."""
 
     def register(function: Callable[[Facts], Change | str]) -> Rule:
         def predict(facts: Facts) -> Prediction | str:
@@ -116,7 +124,7 @@ def rule(code: str, title: str) -> Callable[[Callable[[Facts], Change | str]], R
             fields |= {"code": change.code or code, "title": change.title or title}
             return Prediction(Advice(**fields), after)
 
-        REGISTRY.append(Registered(code, title, predict))
+        REGISTRY.append(Registered(code, title, predict, whole, parts, last))
         return predict
 
     return register

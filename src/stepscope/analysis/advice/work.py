@@ -243,7 +243,7 @@ def _each_block(facts: Facts) -> tuple[str, ...]:
     return ("for block in …:  # the nn.ModuleList of the repeated blocks",)
 
 
-@rule("cuda-graph", "torch.compile with CUDA graphs")
+@rule("cuda-graph", "torch.compile with CUDA graphs", last=True)
 def _graph(facts: Facts) -> Change | str:
     """The compiler's CUDA graphs, if the compiled step is still host-bound.
 

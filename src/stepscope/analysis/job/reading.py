@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from stepscope.analysis.job.rank import RankTrace, read_rank
+from stepscope.analysis.job.reader import read_in_processes
 from stepscope.errors import StepscopeError
 
 _SUFFIXES = (".json", ".json.gz", ".sqlite")
@@ -63,13 +62,10 @@ def read_ranks(
         for path in files:
             keep(path, _read(path))
     else:
-        # Not forked: the caller may have threads, or CUDA.
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            # The largest first: at the end no worker is left alone with one of them.
-            order = sorted(files, key=lambda path: -path.stat().st_size)
-            for path, result in zip(order, pool.map(_read, order), strict=True):
-                keep(path, result)
+        # The largest first: at the end no reader is left alone with one of them.
+        order = sorted(files, key=lambda path: -path.stat().st_size)
+        for path, result in read_in_processes(order, min(workers, len(files))):
+            keep(path, result)
     if not ranks:
         raise StepscopeError(next(iter(unread.values())))
     return _by_rank(ranks, unread), unread

@@ -4,7 +4,8 @@ A link is α + β·bytes: the cost of a hop and of a byte. An all-reduce of n by
 2(N-1) hops of n/N bytes around a ring, or up and down a tree in 2·log2(N) hops at 2n bytes of
 traffic; the faster is used, as in NCCL. Reduce-scatter and all-gather are half a ring. If ranks
 share nodes, a message is first reduced inside the node, then each rank reduces its share with its
-counterparts in other nodes over its own network port, then it is gathered inside the node.
+counterparts in other nodes over its own network port, then it is gathered inside the node. Ranks of
+one large node can do the same in groups over the links of the node; the faster is used.
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ class Cluster(NamedTuple):
         """Time in ms of one collective with a message of this many bytes in total."""
         if self.ranks == 1:
             return 0.0
+        if self.per_node < self.ranks or self.ranks <= NODE:
+            return self._time(collective, size)
+        # A ring of all ranks has many hops; groups, as of several nodes, have fewer.
+        grouped = self._replace(per_node=NODE, between=self.inside)
+        return min(self._time(collective, size), grouped._time(collective, size))
+
+    def _time(self, collective: Collective, size: float) -> float:
         local = min(self.per_node, self.ranks)
         nodes = math.ceil(self.ranks / local)
         # The last node may have fewer ranks, and so fewer ports.
@@ -107,10 +115,20 @@ def make_cluster(link: str, ranks: int) -> Cluster:
     if link not in LINKS:
         raise unknown_name("link", link, LINKS)
     _require_ranks(ranks)
+    if ranks > max_ranks(link):
+        raise UsageError(
+            f"no NVLink domain has {ranks:,} GPUs: the largest has {MAX_NVLINK_RANKS}",
+            f"use infiniband: nodes of {NODE} over NVLink, InfiniBand between them",
+        )
     if link == "nvlink":
         return Cluster(link, ranks, ranks, NVLINK, NVLINK, START_MS)
     between = INFINIBAND if link == "infiniband" else ETHERNET
     return Cluster(link, ranks, NODE, NVLINK, between, START_MS)
+
+
+def max_ranks(link: str) -> float:
+    """Return the most ranks that a preset link connects."""
+    return MAX_NVLINK_RANKS if link == "nvlink" else math.inf
 
 
 def custom_cluster(
@@ -124,6 +142,11 @@ def custom_cluster(
         raise UsageError(f"bandwidth_gbs is {bandwidth_gbs:g}", "it must be above 0")
     if per_node < 1:
         raise UsageError(f"per_node is {per_node}", "it must be at least 1")
+    if per_node > MAX_NVLINK_RANKS:
+        raise UsageError(
+            f"per_node is {per_node:,}: the largest NVLink domain has {MAX_NVLINK_RANKS} GPUs",
+            "give the size of a node",
+        )
     wire = Wire(latency_us / 1e3, bandwidth_gbs * 1e6)
     name = f"{bandwidth_gbs:g} GB/s, {latency_us:g} µs"
     if per_node > 1:

@@ -14,6 +14,8 @@ BUCKETS_MB = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0, 500.0, 1
 AS_GOOD = 1.01
 """Factor of the best step time within which bucket sizes count as equal."""
 ALL = (*STRATEGIES, "sharded", "fsdp")
+BUCKETED = ("bucketed", "sharded", "fsdp")
+"""Strategies with a bucket size, or the size of a unit."""
 
 
 class BucketSweep(NamedTuple):
@@ -47,6 +49,23 @@ def sweep_buckets(
     """Replay at every bucket size."""
     return BucketSweep(
         {size: replay(recording, "bucketed", channel, size, upkeep) for size in sorted(sizes_mb)}
+    )
+
+
+def sweep_sizes(
+    recording: Recording,
+    strategy: str,
+    cluster: Cluster,
+    sizes_mb: Iterable[float] = BUCKETS_MB,
+    upkeep: Upkeep = Upkeep(),  # noqa: B008
+) -> BucketSweep:
+    """Replay any strategy at every bucket size; without buckets, at one."""
+    sizes = sorted(sizes_mb)
+    return BucketSweep(
+        {
+            size: replay_any(recording, strategy, cluster, size, upkeep)
+            for size in (sizes if strategy in BUCKETED else sizes[:1])
+        }
     )
 
 

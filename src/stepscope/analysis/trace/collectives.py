@@ -142,6 +142,17 @@ def lateness_ms(starts: Mapping[int, Sequence[Sequence[int]]]) -> dict[int, floa
     return dict(zip(starts, late.tolist(), strict=True))
 
 
+def behind_next_ms(starts: Mapping[int, Sequence[Sequence[int]]], rank: int) -> list[float]:
+    """By how much a rank arrives after the last of the others at each collective. Empty if
+    `lateness_ms` is."""
+    times = _together(starts)
+    if times is None:
+        return []
+    own = list(starts).index(rank)
+    others = np.delete(times, own, axis=0).max(axis=0)
+    return [float(late) for late in (times[own] - others) / 1e6]
+
+
 def times_last(starts: Mapping[int, Sequence[Sequence[int]]]) -> dict[int, int]:
     """Number of collectives at which each rank arrived last. Empty if `lateness_ms` is."""
     times = _together(starts)

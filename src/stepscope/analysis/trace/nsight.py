@@ -1,7 +1,7 @@
 """Reader of Nsight Systems traces, as `nsys export --type sqlite` writes them.
 
 Follows the documented schema; tables and columns that a version lacks are optional. The file is
-opened read-only and nothing in it is executed: no views are followed, no extensions loaded.
+opened read-only and nothing in it is executed: only ordinary tables are read (`records.sqlite`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ from stepscope.analysis.trace.model import (
     ordered_kernels,
     ordered_spans,
 )
-from stepscope.errors import StepscopeError
+from stepscope.errors import StepscopeError, in_one_line
+from stepscope.records.sqlite import columns, connect, ordinary_tables
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
 MAX_ROWS = 6_000_000
+MAX_CHARACTERS = 1 << 28
+"""Length of all names together."""
 _KERNELS, _COPIES, _FILLS = (
     f"CUPTI_ACTIVITY_KIND_{kind}" for kind in ("KERNEL", "MEMCPY", "MEMSET")
 )
@@ -48,15 +51,16 @@ _VERSION = re.compile(r"_v\d+$")
 def read_nsight(path: Path) -> Trace:
     """Read an sqlite export of Nsight Systems."""
     try:
-        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+        connection = connect(path, "mode=ro&immutable=1")
     except sqlite3.Error as error:
         raise StepscopeError(f"{path} cannot be opened: {error}") from error
     try:
-        connection.execute("PRAGMA trusted_schema = OFF")
         return _read(_Tables(connection), str(path))
     except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
+        if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT:
+            raise StepscopeError(f"{path} takes longer to read than the limit allows") from error
         raise StepscopeError(
-            f"{path} is a damaged Nsight Systems export: {error}",
+            f"{path} is a damaged Nsight Systems export: {in_one_line(error)}",
             "export it again: nsys export --type sqlite",
         ) from error
     finally:
@@ -68,13 +72,12 @@ class _Tables:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-        self.names = {str(name) for (name,) in rows}
+        self.names = ordinary_tables(connection)
 
     def columns(self, table: str) -> set[str]:
         if table not in self.names:
             return set()
-        return {str(row[1]) for row in self._connection.execute(f'PRAGMA table_info("{table}")')}
+        return {name for name, is_stored in columns(self._connection, table).items() if is_stored}
 
     def rows(self, table: str, wanted: Mapping[str, str]) -> Iterator[Sequence[Any]]:
         """Yield rows; `wanted` maps each column to the SQL used if the table lacks it."""
@@ -89,11 +92,17 @@ class _Tables:
             yield row
 
     def strings(self) -> dict[int, str]:
-        if "StringIds" not in self.names:
+        if not {"id", "value"} <= self.columns("StringIds"):
             return {}
-        return {
-            int(i): str(v) for i, v in self._connection.execute("SELECT id, value FROM StringIds")
-        }
+        strings: dict[int, str] = {}
+        characters = 0
+        for number, value in self._connection.execute("SELECT id, value FROM StringIds"):
+            text = str(value)
+            characters += len(text)
+            if characters > MAX_CHARACTERS or len(strings) >= MAX_ROWS:
+                raise ValueError("StringIds has more text than any export")
+            strings[int(number)] = text
+        return strings
 
     def device(self) -> tuple[str, str]:
         """Return the device's name and compute capability; empty if the file has neither."""
