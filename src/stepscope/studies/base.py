@@ -99,6 +99,10 @@ class Viewable(ABC):
         """The table that a reader wants first, if there is one."""
         return None
 
+    def outcome(self, record: Record) -> str:  # noqa: ARG002
+        """The result of one record in a few words, where that is not its time."""
+        return ""
+
     def verdict(self, records: Sequence[Record]) -> Verdict | None:  # noqa: ARG002
         """The answer that a page with these records opens with. `records` are all of the page."""
         return None
@@ -134,6 +138,10 @@ class Measurable(Viewable, Generic[C]):
 
     case: Any
     """The struct of its cases, or a union of tagged structs."""
+
+    def needs_fresh(self, config: Mapping[str, Any]) -> bool:  # noqa: ARG002
+        """Whether a case runs in a fresh process."""
+        return self.fresh_process
 
     def plan(self, case: C) -> PlannedCase:
         return PlannedCase(study=self.name, key=case.key, config=case.config, needs=case.needs)

@@ -14,7 +14,7 @@ from stepscope.analysis.checks import check_record
 from stepscope.analysis.plausibility import plausible
 from stepscope.analysis.verdict import Verdict
 from stepscope.errors import StepscopeError, in_one_line
-from stepscope.records.schema import Environment, Record
+from stepscope.records.schema import Ceiling, Environment, Record
 from stepscope.report.blocks import Block, Finding, Page, Section, Table
 from stepscope.report.format import bytes_, counted, duration, rate
 from stepscope.report.tables import col, table
@@ -56,8 +56,8 @@ _UNEXPECTED: tuple[type[Exception], ...] = (
 """Exceptions of a view on records that no check foresaw. Tests of hostile records empty it."""
 
 
-def make_page(records: Sequence[Record]) -> Page:
-    """The page of these records. Pure: it measures nothing."""
+def make_page(records: Sequence[Record], verdict: Verdict | None = None) -> Page:
+    """The page of these records, with their verdict if it is known. Pure: it measures nothing."""
     if not records:
         raise StepscopeError("there are no records to show", "create some with `stepscope run`")
     records = [plausible(record) for record in records]
@@ -69,7 +69,7 @@ def make_page(records: Sequence[Record]) -> Page:
         headline=headline(records) or _status_table(records),
         sections=(*sections, _machine_section(records), _records_section(records)),
         banner=banner(records),
-        verdict=verdict_of(records),
+        verdict=verdict or verdict_of(records),
     )
 
 
@@ -84,14 +84,13 @@ def verdict_of(records: Sequence[Record]) -> Verdict | None:
     return None
 
 
-def study_answers(records: Sequence[Record]) -> Iterator[tuple[str, str]]:
-    """The title and the answer of each study: its first finding, a success before the others."""
-    for section in study_sections(records):
+def answers(sections: Sequence[Section]) -> Iterator[tuple[str, str]]:
+    """The title and the answer of each section: its first finding, a success before the others."""
+    for section in sections:
         findings = [block for block in section.blocks if isinstance(block, Finding)]
         best = next((finding for finding in findings if finding.tone == "good"), None)
-        answer = best or next(iter(findings), None)
-        count = sum(record.study == section.name for record in records)
-        yield section.title, answer.sentence if answer else counted(count, "record")
+        if answer := best or next(iter(findings), None):
+            yield section.title, answer.sentence
 
 
 def _what(records: Sequence[Record]) -> str:
@@ -223,16 +222,21 @@ def _ceilings_table(record: Record, name: str) -> Table:
     return table(
         name,
         "Ceilings",
-        record.ceilings,
+        [one.checked(record.environment) for one in record.ceilings],
         [
             col("limit", lambda ceiling: ceiling.name),
-            col("value", lambda ceiling: rate(ceiling.value, ceiling.unit)),
+            col("value", lambda ceiling: _at_least(ceiling)),
             col("source", lambda ceiling: ceiling.source),
-            col("how", lambda ceiling: ceiling.detail),
+            col("how", lambda ceiling: "; ".join(filter(None, (ceiling.detail, ceiling.doubt)))),
         ],
         caption="Measured here: the best of several shapes and repetitions on random data."
         " The data sheet's peak is listed too if the device is known.",
     )
+
+
+def _at_least(ceiling: Ceiling) -> str:
+    """The rate, as a lower bound if the measurement is doubtful."""
+    return f"{'≥ ' if ceiling.doubt else ''}{rate(ceiling.value, ceiling.unit)}"
 
 
 def _records_section(records: Sequence[Record]) -> Section:

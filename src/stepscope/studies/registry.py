@@ -19,12 +19,13 @@ from stepscope.errors import UsageError, unknown_name
 from stepscope.studies.base import Measurable, Study, Viewable
 
 # By name: `advisor` builds on studies, and a worker runs its trials as it runs any case.
-_PACKAGES = ("stepscope.studies", "stepscope.advisor")
+_PACKAGES = ("stepscope.studies", "stepscope.advisor", "stepscope.grading")
 # The order of sections on a page; a study that is not listed comes last.
 _ORDER = (
     "inspect",
     "own",
     "advise",
+    "check",
     "benchmark",
     "warmup",
     "profile",
@@ -41,6 +42,7 @@ _ORDER = (
     "ddp",
     "sharding",
     "fsdp",
+    "leaderboard",
     "rehearsal",
     "techniques",
 )

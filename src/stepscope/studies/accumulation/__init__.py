@@ -3,7 +3,8 @@
     stepscope run accumulation
 
 `sum` cases add the same small number repeatedly; `dot` cases multiply long rows on the device;
-`square` cases square numbers near the ends of each dtype's range. No case takes a second.
+`square` cases square numbers near the ends of each dtype's range; `halves` compares the gradient of
+a batch with the mean of those of its halves. No case takes a second.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Mapping, Sequence
 
 from stepscope.records.schema import Environment
 from stepscope.studies.accumulation.cases import (
+    HALVES,
     SQUARES,
     SUMS,
     AccumulationCase,
     AccumulationFlags,
     DotCase,
+    HalvesCase,
     SquareCase,
     SumCase,
 )
@@ -46,6 +49,7 @@ class Accumulation(Study[AccumulationFlags, AccumulationCase]):
             ),
             *(DotCase(format=dtype, length=flags.length) for dtype in flags.format),
             *(SquareCase(format=dtype) for dtype in SQUARES),
+            HalvesCase(rows=HALVES[0], width=HALVES[1]),
         )
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[AccumulationFlags]]:

@@ -20,6 +20,8 @@ SUMS = (
 """Dtypes of the terms and of the accumulator; the first four are from the course."""
 OVERFLOWED = -1.0
 """Represents an infinite square in a series."""
+HALVES = (64, 256)
+"""Rows of the batch and width of the layer whose gradient is averaged from two halves."""
 SQUARES = ("float32", "float16", "bfloat16")
 
 
@@ -84,4 +86,15 @@ class SquareCase(Case, frozen=True, kw_only=True, tag_field="part", tag="square"
         return f"square_{self.format}"
 
 
-AccumulationCase = SumCase | DotCase | SquareCase
+class HalvesCase(Case, frozen=True, kw_only=True, tag_field="part", tag="halves"):
+    """The gradient of a linear layer from one batch, and as the mean of two half batches."""
+
+    rows: int
+    width: int
+
+    @property
+    def key(self) -> str:
+        return f"halves_n{self.rows}_d{self.width}"
+
+
+AccumulationCase = SumCase | DotCase | SquareCase | HalvesCase

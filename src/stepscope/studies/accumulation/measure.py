@@ -10,6 +10,7 @@ from stepscope.studies.accumulation.cases import (
     OVERFLOWED,
     AccumulationCase,
     DotCase,
+    HalvesCase,
     SquareCase,
     SumCase,
 )
@@ -31,6 +32,8 @@ def measure(case: AccumulationCase, bench: Bench) -> Measurement:
             return _dot(case, bench)
         case SquareCase():
             return _square(case, bench)
+        case HalvesCase():
+            return _halves(case, bench)
 
 
 def _sum(case: SumCase, bench: Bench) -> Measurement:
@@ -135,6 +138,36 @@ def _square(case: SquareCase, bench: Bench) -> Measurement:
                 if torch.isfinite(value)
             }
         ),
+    )
+
+
+def _halves(case: HalvesCase, bench: Bench) -> Measurement:
+    """The weight's gradient of a linear layer under a mean over the batch: as one matmul, and as
+    the mean of two half batches, as two ranks compute it."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    inputs, outputs = (torch.randn(case.rows, case.width, generator=generator) for _ in range(2))
+
+    def gradient(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        x, dy = (each.to(bench.device.torch_device) for each in (x, dy))
+        return dy.T @ x / len(x)
+
+    whole = gradient(inputs, outputs)
+    halves = zip(inputs.chunk(2), outputs.chunk(2), strict=True)
+    averaged = sum((gradient(x, dy) for x, dy in halves), torch.zeros_like(whole)) / 2
+    exact = outputs.double().T @ inputs.double() / case.rows
+    apart = (whole - averaged).abs().cpu()
+    return Measurement(
+        quantities=_quantities(
+            {
+                "apart": float(apart.max()),
+                "differing": float((apart > 0).double().mean()),
+                "largest": float(whole.abs().max()),
+                "error_whole": float((whole.cpu().double() - exact).abs().max()),
+                "error_averaged": float((averaged.cpu().double() - exact).abs().max()),
+            }
+        )
     )
 
 

@@ -15,6 +15,7 @@ from stepscope.studies.accumulation.cases import (
     OVERFLOWED,
     AccumulationCase,
     DotCase,
+    HalvesCase,
     SquareCase,
     SumCase,
 )
@@ -34,6 +35,7 @@ def view(results: Sequence[Result[AccumulationCase]]) -> tuple[Block, ...]:
     sums, dots = results_of(done, SumCase), results_of(done, DotCase)
     squares = results_of(done, SquareCase)
     blocks: list[Block] = [*_sum_findings(sums), *_dot_findings(dots), *_square_findings(squares)]
+    blocks += map(_half_batches, results_of(done, HalvesCase))
     if sums:
         blocks += [_sum_table(sums), _drift_figure(sums)]
     if dots:
@@ -95,6 +97,31 @@ def _sum_findings(sums: Sequence[Sum]) -> Iterator[Finding]:
         )
     for result in sums:
         yield from _stalled(result)
+
+
+def _half_batches(result: Result[HalvesCase]) -> Finding:
+    """Why a step of two ranks is not that of one process bit by bit."""
+    names = ("apart", "differing", "largest", "error_whole", "error_averaged")
+    values = {name: result.record.quantity(name) or 0.0 for name in names}
+    rows = result.case.rows
+    differs = "is the same in every entry"
+    if values["apart"]:
+        share = number(values["apart"] / values["largest"], 2)
+        differs = (
+            f"differs from it in {percent(values['differing'])} of its entries, by at most"
+            f" {number(values['apart'], 2)} ({share} of the largest entry)"
+        )
+    return finding(
+        "accumulation.half-batches",
+        f"The float32 gradient of a batch of {rows}, averaged from two half batches as two ranks"
+        f" compute it, {differs}. Float32 addition is not associative: the halves are summed and"
+        " rounded before they are added, so the terms are added in another order. Neither is the"
+        f" wrong one: against float64 the full batch is off by {number(values['error_whole'], 2)}"
+        f" and the average by {number(values['error_averaged'], 2)}.",
+        result,
+        {"rows": rows, "width": result.case.width, **values},
+        timed=False,
+    )
 
 
 def _stalled(result: Sum) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from stepscope.records.schema import Quantity, Series
 from stepscope.studies.allreduce.cases import AllReduceCase
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.ranks.cases import on_ranks
-from stepscope.studies.ranks.subject import Laps
+from stepscope.studies.ranks.steps import Laps
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ def prepare(
     import torch
     import torch.distributed as dist
 
-    from stepscope.parallel.collectives import all_gather, reduce_scatter
+    from stepscope.parallel.collectives import all_gather_single, reduce_scatter_single
 
     count = size // 4 // world.size * world.size
     part = count // world.size
@@ -87,11 +87,11 @@ def prepare(
     calls: dict[str, tuple[Callable[[], object], torch.Tensor, torch.Tensor]] = {
         "all-reduce": (lambda: dist.all_reduce(full), full, total),
         "all-gather": (
-            lambda: all_gather(full, own),
+            lambda: all_gather_single(full, own),
             full.view(world.size, part),
             ranks[:, None],
         ),
-        "reduce-scatter": (lambda: reduce_scatter(own, full), own, total),
+        "reduce-scatter": (lambda: reduce_scatter_single(own, full), own, total),
         "broadcast": (lambda: dist.broadcast(full, 0), full, ranks[0]),
     }
     run, result, expected = calls[collective]

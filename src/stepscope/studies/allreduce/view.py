@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from stepscope.analysis.conclusions import NOTHING, conclude
+from stepscope.analysis.effects import quotient
 from stepscope.analysis.links import Link, bus_factor, fit_link
 from stepscope.records.stats import Summary
 from stepscope.report.blocks import Block, Figure, Finding, Table, Value
-from stepscope.report.format import bytes_, duration, percent, rate
+from stepscope.report.format import bytes_, duration, number, percent, rate
 from stepscope.report.tables import col, interval, table
 from stepscope.studies.allreduce.cases import AllReduceCase
 from stepscope.studies.base import Result
@@ -109,8 +111,62 @@ def _findings(sweeps: Sequence[Sweep]) -> Iterator[Finding]:
                 },
                 tone="warn",
             )
+    yield from _by_size(sweeps)
+    yield from _more_ranks(sweeps)
     for label, group in _by_ranks(sweeps).items():
         yield _single(group[0]) if len(group) == 1 else _compared(label, group)
+
+
+def _by_size(sweeps: Sequence[Sweep]) -> Iterator[Finding]:
+    """The time of each message size, and which part of it the size explains."""
+    for sweep in sweeps:
+        points = sweep.points
+        if len(points) < 2 or sweep.case.ranks == 1:
+            continue
+        first, last = points[0], points[-1]
+        listed = ", ".join(f"{duration(p.time.median)} for {bytes_(p.size)}" for p in points)
+        grows, larger = last.time.median / first.time.median, last.size / first.size
+        yield sweep.finding(
+            "by-size",
+            f"{listed}: {number(larger, 3)} times the bytes take {number(grows, 3)} times as long.",
+            {
+                "collective": sweep.case.collective,
+                "ranks": sweep.case.ranks,
+                "bytes": larger,
+                "time": grows,
+            },
+        )
+
+
+def _more_ranks(sweeps: Sequence[Sweep]) -> Iterator[Finding]:
+    """The largest message on more ranks, compared with the factor 2(n-1)/n of a ring."""
+    alike = grouped(sweeps, lambda sweep: (sweep.case.collective, sweep.case.backend))
+    for (collective, _), members in alike.items():
+        known = {one.case.ranks: one.points[-1] for one in members if one.points}
+        several = {ranks: known[ranks] for ranks in sorted(known) if ranks > 1}
+        if len(several) < 2 or len({point.size // 1000 for point in several.values()}) > 1:
+            continue
+        (few, least), *_, (many, most) = several.items()
+        effect = quotient(most.time, least.time)
+        ring = bus_factor(collective, many) / bus_factor(collective, few)
+        listed = ", ".join(
+            f"{duration(point.time.median)} on {ranks} ranks" for ranks, point in several.items()
+        )
+        yield Finding(
+            code="allreduce.by-ranks",
+            text=f"{collective} of {bytes_(least.size)}: {listed}.",
+            values={"collective": collective, "ratio": effect.value, "ring": ring},
+            records=ids([point.of.record for point in several.values()]),
+            conclusion=conclude(
+                f"From {few} to {many} ranks the time grows {number(effect.value, 3)} times; links"
+                f" of their own would give {number(ring, 3)} times. Processes of one machine share"
+                " its memory and cores."
+                if effect.value > ring
+                else f"From {few} to {many} ranks the time grows {number(effect.value, 3)} times,"
+                f" at most the {number(ring, 3)} times that a ring gives.",
+                effect.against(ring),
+            ),
+        )
 
 
 def _by_ranks(sweeps: Sequence[Sweep]) -> dict[str, list[Sweep]]:
@@ -129,14 +185,15 @@ def _single(sweep: Sweep) -> Finding:
     if best.bus_bandwidth is None:
         text = f"a call takes {took} ({bytes_(small.size)}); one rank uses no link."
         return sweep.finding("one-rank", text, values)
-    conclusion = ""
+    conclusion = NOTHING
     if link is not None:
         values |= {"latency_ms": link.latency_ms, "bytes_per_s": link.bytes_per_ms * 1e3}
-        conclusion = (
+        conclusion = conclude(
             f"Linear fit: a latency of {duration(link.latency_ms)} per message and"
             f" {rate(link.bytes_per_ms * 1e3, 'B/s')}, with a residual of at most"
             f" {percent(link.residual)}; below {bytes_(link.latency_ms * link.bytes_per_ms)} the"
-            " latency dominates."
+            " latency dominates.",
+            quotient(sweep.points[-1].time, small.time),
         )
     return sweep.finding(
         "link",

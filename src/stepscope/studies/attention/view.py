@@ -9,6 +9,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from stepscope.analysis.conclusions import NOTHING, conclude
+from stepscope.analysis.effects import combination
 from stepscope.analysis.limits import median_ms, step_ms
 from stepscope.analysis.scaling import fitted_exponent
 from stepscope.attention import cost
@@ -201,17 +203,24 @@ def _growth_of_time(label: str, results: Sequence[Pass]) -> Iterator[Finding]:
     if by_width and not all_good(by_width.records):
         yield _not_fitted(label, "d", by_width)
     elif by_width:
-        at_zero = float(np.polyfit(by_width.x, by_width.y, 1)[1])
+        # The intercept of a linear fit is a weighted sum of the times.
+        weights = np.polyfit(by_width.x, np.eye(len(by_width.x)), 1)[1]
+        steps = [step for record in by_width.records if (step := step_ms(record))]
+        intercept = combination(weights.tolist(), steps)
+        at_zero = intercept.value
         yield finding(
             "attention.time-by-width",
             f"The time of the {label} grows as d {by_width.text} (at length {by_width.at});"
             " the FLOPs grow to the power 1.",
             by_width.records,
             by_width.values(label) | {"length": by_width.at, "at_zero_ms": at_zero},
-            conclusion=f"A linear fit has an intercept of {number(at_zero, 3)} ms at d 0: the"
-            " memory traffic of the length × length tensors, which does not depend on d."
+            conclusion=conclude(
+                f"A linear fit has an intercept of {number(at_zero, 3)} ms at d 0: the"
+                " memory traffic of the length × length tensors, which does not depend on d.",
+                intercept,
+            )
             if at_zero > 0
-            else "",
+            else NOTHING,
         )
 
 

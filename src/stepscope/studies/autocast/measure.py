@@ -40,13 +40,13 @@ def measure(case: AutocastCase, bench: Bench) -> Measurement:
     with backward:
         loss.backward()  # type: ignore[no-untyped-call]
     unwatch()
-    named = {
-        "parameters": _of(p for p in model.parameters()),
-        **outputs,
-        "logits": _name(logits),
-        "loss": _name(loss),
-        "gradients": _of(p.grad for p in model.parameters() if p.grad is not None),
+    attachments: dict[str, Any] = {
+        "formats": _named(model, outputs, logits, loss),
+        "forward": _table(forward.operators),
+        "backward": _table(backward.operators),
     }
+    if device.kind != "cuda":
+        attachments["cuda_formats"] = _by_rules_of_cuda(model, inputs, loss_of, dtype)
     bench.progress(1, 2, "casts")
     casts = forward.casts + backward.casts
     size = sum(
@@ -63,12 +63,40 @@ def measure(case: AutocastCase, bench: Bench) -> Measurement:
             Quantity(name="cast_bytes", value=float(size), unit="B"),
             *_reduction_errors(norm_inputs),
         ),
-        attachments={
-            "formats": named,
-            "forward": _table(forward.operators),
-            "backward": _table(backward.operators),
-        },
+        attachments=attachments,
     )
+
+
+def _named(
+    model: nn.Module, outputs: Mapping[str, str], logits: torch.Tensor, loss: torch.Tensor
+) -> dict[str, str]:
+    """Dtypes by name, after a backward pass."""
+    return {
+        "parameters": _of(p for p in model.parameters()),
+        **outputs,
+        "logits": _name(logits),
+        "loss": _name(loss),
+        "gradients": _of(p.grad for p in model.parameters() if p.grad is not None),
+    }
+
+
+def _by_rules_of_cuda(
+    model: nn.Module,
+    inputs: torch.Tensor,
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+    dtype: torch.dtype,
+) -> dict[str, str]:
+    """The dtypes that the same step has on CUDA, by the rules of its autocast."""
+    from stepscope.measure.autocast_rules import CudaAutocast
+
+    model.zero_grad()
+    outputs, _, unwatch = _watch_modules(model)
+    with CudaAutocast(dtype):
+        logits = model(inputs)
+    unwatch()
+    loss = loss_of(logits)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return _named(model, outputs, logits, loss)
 
 
 def _subject(

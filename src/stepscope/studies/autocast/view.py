@@ -73,6 +73,7 @@ def _findings(rows: Sequence[Row]) -> Iterator[Finding]:
         {"subject": rows[0].case.subject, **ends},
         timed=False,
     )
+    yield from _on_cuda(rows)
     casts = [row.record.quantity("casts") or 0 for row in rows]
     sizes = [row.record.quantity("cast_bytes") or 0 for row in rows]
     listed_casts = dict.fromkeys(
@@ -89,6 +90,44 @@ def _findings(rows: Sequence[Row]) -> Iterator[Finding]:
     values: dict[str, Value] = {"subject": rows[0].case.subject, "casts": casts[0]}
     values |= {"bytes": sizes[0], "share": shares[0] if shares else None}
     yield finding("autocast.casts", f"{text}.", rows, values | {"float32": ", ".join(wide)})
+
+
+def _on_cuda(rows: Sequence[Row]) -> Iterator[Finding]:
+    """The dtypes by CUDA's rules, and where they differ from those of this device."""
+    known = [row for row in rows if _cuda_formats(row)]
+    if not known:
+        return
+    names = list(_cuda_formats(known[0]))
+    alike = {
+        name: " / ".join(dict.fromkeys(_cuda_formats(row).get(name, "") for row in known))
+        for name in names
+    }
+    differs = [
+        name
+        for name in names
+        if any(
+            _cuda_formats(row).get(name) != row.record.required("formats", Formats).get(name)
+            for row in known
+        )
+    ]
+    shown = names if rows[0].case.subject == "toy" else [n for n in names if n in _ENDS]
+    listed = ", ".join(f"{name} {alike[name]}" for name in shown)
+    difference = (
+        f"This device differs in {', '.join(differs)}" if differs else "This device has the same"
+    )
+    yield finding(
+        "autocast.cuda-dtypes",
+        f"On CUDA {_subject(rows[0])} would have, by the rules of its autocast: {listed}."
+        f" {difference}.",
+        known,
+        {"subject": rows[0].case.subject, **alike, "differs": ", ".join(differs)},
+        timed=False,
+    )
+
+
+def _cuda_formats(row: Row) -> Formats:
+    """Derived dtypes; empty on a GPU and in older records."""
+    return row.record.attachment("cuda_formats", Formats) or {}
 
 
 def _casts_share(record: Record) -> float | None:
@@ -139,6 +178,11 @@ def _formats_table(rows: Sequence[Row]) -> Table:
         [
             col("tensor", lambda name: name),
             *(column(row, dtypes) for row, dtypes in zip(rows, dtypes_of_rows, strict=True)),
+            *(
+                col(f"{row.case.subject}, {row.case.dtype}, by CUDA's rules", derived.get)
+                for row in rows
+                if (derived := _cuda_formats(row))
+            ),
         ],
         caption="Read from the tensors while a step ran; of equal blocks the first is shown."
         " Autocast has different operator lists for CPU and CUDA: this shows the device here.",

@@ -58,15 +58,26 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
         return measure_step(case, case, bench, energy=case.energy is True)
 
     def verdict(self, records: Sequence[Record]) -> Verdict | None:
-        """The longest training step; a page with traced steps has the verdict of `profile`."""
+        """The longest step of the headline table; where some of its steps were traced, `profile`
+        gives the verdict on one of these."""
         from stepscope.studies.views.verdict import step_verdict
 
         ok = [record for record in records if record.status == "ok"]
         own = [record for record in ok if record.study == self.name]
-        if not own or any(record.study == "profile" for record in ok):
+        shown = self.headline_steps(ok)
+        traced = {record.case for record in ok if record.study == "profile"}
+        if not own or traced & shown or (traced and not shown):
             return None
-        longest = max(self.results(own), key=lambda r: median_ms(r.record, "step") or 0.0)
+        results = [one for one in self.results(own) if not shown or one.record.case in shown]
+        longest = max(results, key=lambda r: median_ms(r.record, "step") or 0.0)
         return step_verdict(longest.record, longest.case, None)
+
+    def headline_steps(self, records: Sequence[Record]) -> set[str]:
+        """Keys of the steps in the headline table of these records; empty without one."""
+        from stepscope.studies.benchmark.view import headline_rows
+
+        own = [record for record in records if record.study == self.name]
+        return {one.case for row in headline_rows(self.results(own)) if (one := row.step_record)}
 
     def post_mortem(self, case: BenchmarkCase, bench: Bench, message: str) -> dict[str, Any]:
         return step_post_mortem(case.config, bench, message)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from stepscope.analysis.checks import PHASES_OFF, check_record
+from stepscope.analysis.conclusions import NOTHING, Conclusion, conclude, joined
+from stepscope.analysis.effects import Effect, quotient, ratio
 from stepscope.analysis.group_checks import check_group
 from stepscope.analysis.limits import (
     achieved_flops,
@@ -16,24 +18,35 @@ from stepscope.analysis.limits import (
     phase_sums,
     tokens_per_second,
 )
+from stepscope.analysis.verdict import AtMost, Share, plain
 from stepscope.errors import some
 from stepscope.records.schema import Record
-from stepscope.records.stats import summarize
-from stepscope.report.blocks import Finding
+from stepscope.records.stats import Summary, summarize
+from stepscope.report.blocks import Finding, Value
 from stepscope.report.format import count, duration, number, percent, rate
-from stepscope.studies.benchmark.rows import BenchmarkRow, DtypePair, is_steady, pairs_of
+from stepscope.studies.benchmark.rows import (
+    BenchmarkRow,
+    DtypePair,
+    common_context,
+    is_steady,
+    pairs_of,
+)
 from stepscope.studies.views.builders import failure_findings, finding, grouped
 from stepscope.studies.views.energy import energy_finding
 from stepscope.studies.views.verdict import limit_share, step_limit
 
+_PASSES = ("forward", "backward", "optimizer")
 _AS_EXPECTED = 0.3
 """Largest distance from 2 at which a ratio needs no explanation."""
+_NEAR = 0.4
+"""Share of the limit from which a step is reported as a success."""
 _GAIN = 1.1
 """Smallest gain that counts: two runs differ by less."""
 
 
 def benchmark_findings(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
     yield from _distance_from_the_limit(rows)
+    yield from _phase_times(rows)
     yield from _backward_over_forward(rows)
     yield from _cpu_bound(rows)
     yield from dtype_findings(rows)
@@ -48,9 +61,27 @@ def benchmark_findings(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
 class _Near(NamedTuple):
     """A training step and its distance from the limit."""
 
-    share: float
+    share: Share
     row: BenchmarkRow
     record: Record
+
+    @property
+    def distance(self) -> float:
+        return plain(self.share)
+
+    @property
+    def ahead(self) -> Effect:
+        """The limit over the step, compared with 1."""
+        assert self.row.step is not None
+        return quotient(self.row.step, self.row.step).times(self.distance)
+
+    def ahead_of(self, other: _Near) -> Effect:
+        """Its share of the limit over that of another step."""
+        assert self.row.step is not None
+        assert other.row.step is not None
+        own, others = self.row.step, other.row.step
+        scale = self.distance / other.distance * own.median / others.median
+        return quotient(others, own).times(scale)
 
 
 def _distance_from_the_limit(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
@@ -66,7 +97,7 @@ def _distance_from_the_limit(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
     known = known or [_Near(share, row, record) for row, record in steps if (share := mfu(record))]
     if not known:
         return
-    best, far = max(known, key=lambda one: one.share), min(known, key=lambda one: one.share)
+    best, far = max(known, key=lambda one: one.distance), min(known, key=lambda one: one.distance)
     row, record = best.row, best.record
     step, flops, steady = row.step, achieved_flops(record) or 0, is_steady(record)
     assert step is not None
@@ -74,28 +105,29 @@ def _distance_from_the_limit(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
     limit, basis = step_limit(record, row.workload), ""
     if limit is not None:
         own = f" (MFU in {row.workload.dtype}: {percent(utilization)})" if utilization else ""
-        basis = f"limit, {duration(limit.ms)} with {limit.dtype} matmuls{own}"
+        basis = f"limit, {duration(limit.time)} with {limit.dtype} matmuls{own}"
     elif ceiling is not None:
         basis = f"{rate(ceiling.value, 'FLOP/s')} that a matmul alone reaches here"
-    farthest = ""
-    if far.row is not row:
-        doubt = "" if is_steady(far.record) else " (not steady)"
-        farthest = f"; the farthest is {far.row.name} with {percent(far.share)}{doubt}"
+    farthest = conclude(
+        f"; the farthest is {far.row.name} with {percent(far.share)}", best.ahead_of(far)
+    )
     values: dict[str, str | float | bool] = {
         "nearest": row.name,
         "step_ms": step.median,
         "flops_per_s": flops,
-        "share": best.share,
+        "share": best.distance,
         "steady": steady,
         "farthest": far.row.name,
-        "farthest_share": far.share,
+        "farthest_share": far.distance,
     }
     if ceiling is not None:
         values["ceiling"] = ceiling.value
     if utilization is not None:
-        values["mfu"] = utilization
+        values["mfu"] = plain(utilization)
     if limit is not None:
         values |= {"limit_ms": limit.ms, "limit_dtype": limit.dtype}
+    if isinstance(best.share, AtMost):
+        values["doubt"] = best.share.reason
     yield finding(
         "benchmark.distance-from-limit",
         f"The training step closest to the {'hardware limit' if limited else 'ceiling'} is"
@@ -104,9 +136,18 @@ def _distance_from_the_limit(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
         f" {count(tokens_per_second(record) or 0)} tokens/s, {rate(flops, 'FLOP/s')}.",
         [one.record for one in known],
         values,
-        conclusion=f"That is {percent(best.share)} of the {basis}{farthest}.",
-        tone="good" if best.share >= 0.4 and steady else "info",
+        conclusion=conclude(
+            f"That is {percent(best.share)} of the {basis}{farthest}{_doubt(best.share)}.",
+            best.ahead,
+        ),
+        tone="good"
+        if best.ahead.against(_NEAR).above and steady and "doubt" not in values
+        else "info",
     )
+
+
+def _doubt(share: Share) -> str:
+    return f"; upper bounds, because {share.reason}" if isinstance(share, AtMost) else ""
 
 
 def _backward_over_forward(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
@@ -124,21 +165,10 @@ def _backward_over_forward(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
     several = len({dtype for _, dtype in by_size}) > 1
     ratios = {f"{size}{f' {dtype}' * several}": row for (size, dtype), row in by_size.items()}
 
-    def listed(*, steady: bool) -> str:
-        return ", ".join(
-            f"{name} {number(row.ratio or 0, 3)}"
-            for name, row in ratios.items()
-            if row.ratio_is_steady is steady
-        )
-
-    steady, shaky = listed(steady=True), listed(steady=False)
-    text, why = f"{shaky}. The samples are not steady, so no cause is given.", ""
-    if steady:
-        text, why = f"{steady}.", _why_the_ratio_departs(list(ratios.values()))
-        why += f" Not steady, so no cause is given: {shaky}." if shaky else ""
+    listed = ", ".join(f"{name} {number(row.ratio or 0, 3)}" for name, row in ratios.items())
     yield finding(
         "benchmark.backward-over-forward",
-        f"Backward pass over forward pass (2 by FLOPs): {text}",
+        f"Backward pass over forward pass (2 by FLOPs): {listed}.",
         [
             source[0]
             for row in ratios.values()
@@ -146,7 +176,36 @@ def _backward_over_forward(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
             if (source := row.source(part)) is not None
         ],
         {name: row.ratio for name, row in ratios.items()},
-        conclusion=why.strip(),
+        conclusion=_why_the_ratio_departs(list(ratios.values())),
+    )
+
+
+def _phase_times(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
+    """Mean and standard deviation of the passes of each size at the most frequent context, and the
+    least steady of them."""
+    timed = [row for row in _of_one_variant(rows) if row.forward and row.backward]
+    timed = [row for row in timed if row.workload.context == common_context(timed)]
+    values: dict[str, Value] = {}
+    listed, spreads = [], []
+    for row in timed:
+        parts = []
+        for part in _PASSES:
+            summary: Summary | None = getattr(row, part)
+            if summary is None:
+                continue
+            values |= {f"{row.name} {part}": summary.mean, f"{row.name} {part} std": summary.std}
+            parts.append(f"{part} {duration(summary.mean)} ± {duration(summary.std)}")
+            spreads.append((summary.std / summary.mean, f"{part} of {row.name}"))
+        listed.append(f"{row.name}: {', '.join(parts)}")
+    if not listed:
+        return
+    most, where = max(spreads)
+    yield finding(
+        "benchmark.phase-times",
+        f"{'; '.join(listed)}. The standard deviation is at most {percent(most)} of the mean"
+        f" ({where}).",
+        [record for row in timed for record in row.done],
+        values | {"spread": most, "spread_of": where},
     )
 
 
@@ -160,35 +219,44 @@ def _of_one_variant(rows: Sequence[BenchmarkRow]) -> list[BenchmarkRow]:
     return [row for row in rows if variant(row) == variant(rows[0])]
 
 
-def _why_the_ratio_departs(rows: Sequence[BenchmarkRow]) -> str:
+def _why_the_ratio_departs(rows: Sequence[BenchmarkRow]) -> Conclusion:
     """Explain the ratio of times: the ratio of FLOPs times that of the two rates."""
-    row = max(
-        (row for row in rows if row.ratio_is_steady), key=lambda row: abs((row.ratio or 2.0) - 2.0)
-    )
+    known = [(row, effect) for row in rows if (effect := row.ratio_effect) is not None]
+    least, most = 2.0 - _AS_EXPECTED, 2.0 + _AS_EXPECTED
+    apart = [
+        (row, effect)
+        for row, effect in known
+        if effect.against(most).above or effect.against(least).below
+    ]
+    if not apart:
+        bounds = [effect.against(end) for _, effect in known for end in (least, most)]
+        return conclude("The FLOPs explain it.", *bounds)
+    row, effect = max(apart, key=lambda pair: abs(pair[1].value - 2.0))
+    departs = effect.against(most if effect.value > most else least)
     backward = row.source("backward")
-    assert row.ratio is not None
     assert row.forward is not None
     assert row.backward is not None
     assert backward is not None
-    if abs(row.ratio - 2.0) <= _AS_EXPECTED:
-        return "The FLOPs explain it."
     share = host_bound(backward[0])
     if share is not None and share.bound:
-        return (
+        return conclude(
             f"{row.name} is CPU-bound ({percent(share.fraction)} of the step ends with an empty"
-            " launch queue), so time follows the number of launches, not the FLOPs."
+            " launch queue), so time follows the number of launches, not the FLOPs.",
+            departs,
+            share.effect,
         )
     if row.flops is None:
-        return ""
+        return NOTHING
     forward_rate = row.flops.forward / row.forward.median * 1e3
     backward_rate = row.flops.backward / row.backward.median * 1e3
     faster = backward_rate > forward_rate
     better, worse = ("backward", "forward") if faster else ("forward", "backward")
-    return (
+    return conclude(
         f"For {row.name} the forward pass runs at {rate(forward_rate, 'FLOP/s')} and the backward"
         f" pass at {rate(backward_rate, 'FLOP/s')}: the {worse} pass spends a larger share of its"
         " time outside matmuls (copies, elementwise work, memory that is touched for the first"
-        f" time), the {better} pass a smaller one."
+        f" time), the {better} pass a smaller one.",
+        departs,
     )
 
 
@@ -210,18 +278,27 @@ def _cpu_bound(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
             "No step is CPU-bound: none has an empty launch queue for most of its time.",
             records,
             {"steps": len(shares)},
-            tone="good" if all(map(is_steady, records)) else "info",
+            tone="good"
+            if all(share.effect.below and is_steady(record) for share, _, record in shares)
+            else "info",
         )
         return
     names = some(list(dict.fromkeys(bound)))
+    shown = [share.effect for share, _, _ in shares if share.effect.above]
     yield finding(
         "benchmark.host-limits",
-        f"{len(bound)} of {len(shares)} steps are CPU-bound: their launch queue runs empty, so the"
-        f" GPU waits for the CPU ({names}).",
+        f"{len(bound)} of {len(shares)} steps are CPU-bound: their launch queue runs empty"
+        f" ({names}).",
         records,
         {"steps": len(bound), "of": len(shares), "names": names},
-        conclusion="A faster dtype cannot help there; more work per launch can (a larger batch or"
-        " context, torch.compile, CUDA graphs).",
+        conclusion=conclude(
+            f"In {len(shown)} of them the GPU is shown to wait for the CPU: a faster dtype cannot"
+            " help; more work per launch can (a larger batch or context, torch.compile, CUDA"
+            " graphs).",
+            *shown,
+        )
+        if shown
+        else NOTHING,
         tone="warn",
     )
 
@@ -237,7 +314,8 @@ def dtype_findings(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
         least = ""
         if low is not high:
             least = f" and {number(low.speedup or 0.0, 3)}× on {low.name}{_by_phase(low)}"
-        useless = [pair for pair in pairs if (pair.speedup or 0.0) < _GAIN]
+        useless = [pair for pair in pairs if _gain(pair).below]
+        yield from _gain_by_size(dtype, pairs)
         yield finding(
             "benchmark.dtype-gain",
             f"{dtype} instead of float32 makes the step {number(high.speedup or 0.0, 3)}× as fast"
@@ -251,9 +329,42 @@ def dtype_findings(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
                 "least_on": low.name,
                 "without_gain": len(useless),
             },
-            conclusion=" ".join(_why_no_gain(useless)),
+            conclusion=joined(*_why_no_gain(useless)),
             tone="warn" if useless else "info",
         )
+
+
+def _gain_by_size(dtype: str, pairs: Sequence[DtypePair]) -> Iterator[Finding]:
+    """The speedup of each pass by size, at the most frequent context."""
+    context = common_context([pair.row for pair in pairs])
+    sized = {
+        pair.workload.size: pair
+        for pair in pairs
+        if pair.workload.context == context
+        and pair.workload.attention == pairs[0].workload.attention
+        and pair.workload.compile == pairs[0].workload.compile
+    }
+    if len(sized) < 2:
+        return
+    listed = [f"{size} {number(p.speedup or 0.0, 3)}×{_by_phase(p)}" for size, p in sized.items()]
+    first, *_, last = sized.values()
+    grows = None
+    if (small := first.effect) is not None and (large := last.effect) is not None:
+        grows = Effect(large.value / small.value, large.low / small.high, large.high / small.low)
+    yield finding(
+        "benchmark.dtype-by-size",
+        f"Speedup of a step in {dtype} over float32 at context {context}: {', '.join(listed)}.",
+        [record for pair in sized.values() for row in pair for record in row.done],
+        {size: pair.speedup for size, pair in sized.items()} | {"dtype": dtype},
+        conclusion=NOTHING
+        if grows is None
+        else conclude(
+            f"It {'grows' if grows.above else 'falls'} with the size:"
+            f" {number(grows.value, 3)} times as much on {last.workload.size} as on"
+            f" {first.workload.size}.",
+            grows,
+        ),
+    )
 
 
 def _by_phase(pair: DtypePair) -> str:
@@ -265,17 +376,24 @@ def _by_phase(pair: DtypePair) -> str:
     return f" ({', '.join(gains)})" if len(gains) > 1 else ""
 
 
-def _why_no_gain(useless: Sequence[DtypePair]) -> Iterator[str]:
+def _gain(pair: DtypePair) -> Effect:
+    """The speedup against the smallest that counts."""
+    assert pair.effect is not None
+    return pair.effect.against(_GAIN)
+
+
+def _why_no_gain(useless: Sequence[DtypePair]) -> Iterator[Conclusion]:
     """The steps that a dtype does not speed up, by what limits them."""
-    waiting = {
-        pair: pair.host.fraction for pair in useless if pair.host is not None and pair.host.bound
-    }
+    waiting = {pair: pair.host for pair in useless if pair.host is not None and pair.host.bound}
     others = [pair for pair in useless if pair not in waiting]
     if waiting:
-        yield (
+        least = min(host.fraction for host in waiting.values())
+        yield conclude(
             f"It does not help {_names(waiting)}: these steps are CPU-bound (at least"
-            f" {percent(min(waiting.values()))} of each ends with an empty launch queue), so faster"
-            " kernels only make the GPU wait longer, and autocast's casts are additional launches."
+            f" {percent(least)} of each ends with an empty launch queue), so faster"
+            " kernels only make the GPU wait longer, and autocast's casts are additional launches.",
+            *map(_gain, waiting),
+            *(host.effect for host in waiting.values()),
         )
     if others:
         on_cpu = any(pair.row.records[0].environment.device_kind == "cpu" for pair in others)
@@ -285,7 +403,7 @@ def _why_no_gain(useless: Sequence[DtypePair]) -> Iterator[str]:
             else ", not CPU-bound: what the matmuls gain is lost in casts and in operators that"
             " move as many bytes as before."
         )
-        yield f"It does not help {_names(others)}{why}"
+        yield conclude(f"It does not help {_names(others)}{why}", *map(_gain, others))
 
 
 def _names(pairs: Iterable[DtypePair]) -> str:
@@ -318,8 +436,17 @@ def _phases_against_step(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
         f" {percent(worst)} at most ({name}{doubt}).",
         records,
         {"close": close, "of": len(off), "middle": middle, "worst": worst, "case": name},
-        tone="good" if close == len(off) and all(map(is_steady, records)) else "info",
+        tone="good" if all(map(_add_up, records)) else "info",
     )
+
+
+def _add_up(record: Record) -> bool:
+    """True if the phases add up to the step within the tolerance, whatever the noise."""
+    step, sums = record.find("step"), phase_sums(record)
+    if step is None or not sums or not is_steady(record):
+        return False
+    effect = ratio(step.values, sums)
+    return effect.against(1 - PHASES_OFF).above and effect.against(1 + PHASES_OFF).below
 
 
 def _failures(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:

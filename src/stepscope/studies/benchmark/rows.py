@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.analysis.checks import BUSY
+from stepscope.analysis.effects import Effect, quotient
 from stepscope.analysis.limits import HostShare, host_bound
 from stepscope.model.cost import Flops, flops
 from stepscope.records.schema import Record
@@ -83,10 +84,11 @@ class BenchmarkRow:
         return self.backward.median / self.forward.median
 
     @property
-    def ratio_is_steady(self) -> bool:
-        """True if the samples of both parts are steady."""
-        parts = (self.source("forward"), self.source("backward"))
-        return all(part is not None and is_steady(*part) for part in parts)
+    def ratio_effect(self) -> Effect | None:
+        """The same with its interval."""
+        if self.forward is None or self.backward is None:
+            return None
+        return quotient(self.backward, self.forward)
 
     def spread(self, part: str) -> Cell:
         """Mean and standard deviation of a part, or the status of its mode."""
@@ -136,9 +138,18 @@ class DtypePair(NamedTuple):
         return base.median / own.median if own and base and own.median else None
 
     @property
-    def speedup(self) -> float | None:
+    def effect(self) -> Effect | None:
         """Speedup of the step, or of the longest part of it that was timed."""
-        return self.gain("step") or self.gain("both") or self.gain("forward")
+        for part in ("step", "both", "forward"):
+            own: Summary | None = getattr(self.row, part)
+            base: Summary | None = getattr(self.base, part)
+            if own and base and own.median:
+                return quotient(base, own)
+        return None
+
+    @property
+    def speedup(self) -> float | None:
+        return self.effect.value if self.effect else None
 
     @property
     def host(self) -> HostShare | None:

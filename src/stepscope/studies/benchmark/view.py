@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.analysis.limits import achieved_flops, mfu
+from stepscope.analysis.verdict import plain
 from stepscope.model.config import precision
 from stepscope.records.schema import Record
 from stepscope.records.stats import stability, summarize
@@ -96,14 +97,20 @@ class Timed(NamedTuple):
     record: Record
 
 
-def headline_table(results: Sequence[Result[BenchmarkCase]]) -> Table | None:
-    """The train steps: time, rate, distance from the hardware limit."""
+def headline_rows(results: Sequence[Result[BenchmarkCase]]) -> list[BenchmarkRow]:
+    """The train steps; of many those at one context."""
     rows = [row for row in rows_of(results) if row.step_record]
-    if not rows:
-        return None
     if len(rows) > _HEADLINE_ROWS:
         context = common_context(rows)
         rows = [row for row in rows if row.workload.context == context]
+    return rows
+
+
+def headline_table(results: Sequence[Result[BenchmarkCase]]) -> Table | None:
+    """The train steps: time, rate, distance from the hardware limit."""
+    rows = headline_rows(results)
+    if not rows:
+        return None
     timed = [Timed(row.workload, "train-step", row.step_record) for row in rows if row.step_record]
     columns, shared = step_columns(rows)
     return table(
@@ -208,7 +215,7 @@ def _steadiness(row: Timed) -> str:
     if not stability(series.values):
         return "busy machine"
     summary = summarize(series.values)
-    return f"± {percent(summary.std / summary.mean)}".replace(" ", "\u00a0")
+    return f"± {percent(summary.std / summary.mean)}"
 
 
 def _figures(rows: Sequence[BenchmarkRow]) -> Iterator[Figure]:
@@ -282,7 +289,7 @@ def _mfu_by_size(variants: dict[str, list[BenchmarkRow]], context: int) -> Itera
         for row in rows:
             share = mfu(row.step_record) if row.step_record else None
             if share is not None:
-                bars.setdefault(label, {})[row.workload.size] = 100 * share
+                bars.setdefault(label, {})[row.workload.size] = 100 * plain(share)
     if not bars:
         return
     yield Figure(

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from stepscope.analysis.limits import median_ms
+from stepscope.analysis.conclusions import NOTHING, conclude
+from stepscope.analysis.effects import Effect, quotient
+from stepscope.analysis.limits import median_ms, step_ms
 from stepscope.model.checkpointing import (
     NESTED,
     NONE,
@@ -17,7 +19,7 @@ from stepscope.model.checkpointing import (
     segment_sizes,
 )
 from stepscope.report.blocks import Block, Curve, Figure, Finding, Table, Value
-from stepscope.report.format import bytes_, duration, number, percent
+from stepscope.report.format import bytes_, counted, duration, number, percent
 from stepscope.report.tables import col, table
 from stepscope.studies.base import Result
 from stepscope.studies.checkpointing.cases import CheckpointingCase
@@ -48,10 +50,17 @@ class StrategyRun:
         self.peak = self.record.quantity("peak_bytes") or 0.0
         self.predicted = self.record.quantity("predicted_bytes")
         self.off = self.predicted / self.peak - 1 if self.predicted and self.peak else None
-        self.ms = median_ms(self.record, "step")
+        self.step = step_ms(self.record)
+        self.ms = self.step.median if self.step else None
         forward = median_ms(self.record, "forward")
         self.forward_share = forward / self.ms if forward and self.ms else None
         """Share of the forward pass in the step; None in records without phases."""
+
+    def slower_than(self, other: StrategyRun) -> Effect:
+        """Step time over that of another strategy."""
+        assert self.step is not None
+        assert other.step is not None
+        return quotient(self.step, other.step)
 
     def peak_of(self, phase: str) -> float | None:
         return self.record.quantity("peak_bytes", phase=phase)
@@ -123,6 +132,7 @@ def view(results: Sequence[Result[CheckpointingCase]]) -> tuple[Block, ...]:
     all_sweeps = sweeps(results)
     return (
         *(finding for sweep in all_sweeps for finding in _saving(sweep)),
+        *(finding for sweep in all_sweeps for finding in _neighbors(sweep)),
         *(finding for sweep in all_sweeps for finding in _nested(sweep)),
         *(_budget(sweep, each) for sweep in all_sweeps for each in sweep.budgets),
         *_prediction(all_sweeps),
@@ -161,7 +171,8 @@ def _saving(sweep: Sweep) -> Iterator[Finding]:
             tone="good",
         )
         return
-    slower = (least.ms or 0) / (baseline.ms or math.inf)
+    effect = least.slower_than(baseline)
+    slower = effect.value
     expected = sweep.predicted_slower(least)
     values |= {"kept_peak": baseline.peak, "kept_ms": baseline.ms, "slower": slower}
     text += (
@@ -172,10 +183,10 @@ def _saving(sweep: Sweep) -> Iterator[Finding]:
     if slower < 1:
         yield finding(
             "checkpointing.impossible-time",
-            f"{text}: it does more work, so the machine was busy with something else and its times"
-            " are not usable.",
+            f"{text} although it does more work: its times are not usable.",
             [*simple, baseline],
             values,
+            conclusion=conclude("The machine was busy with something else.", effect),
             tone="warn",
         )
         return
@@ -198,6 +209,29 @@ def _saving(sweep: Sweep) -> Iterator[Finding]:
     )
 
 
+def _neighbors(sweep: Sweep) -> Iterator[Finding]:
+    """The peak of the best segment size next to those of the sizes around it."""
+    sized = sorted(
+        (each for each in sweep.ran if len(each.sizes) == 1 and each.sizes[0]),
+        key=lambda each: each.sizes[0],
+    )
+    if len(sized) < 2:
+        return
+    best = min(range(len(sized)), key=lambda index: sized[index].peak)
+    near = sized[max(0, best - 1) : best + 2]
+    listed = ", ".join(
+        f"{bytes_(each.peak)} with segments of {counted(each.sizes[0], 'block')}" for each in near
+    )
+    edge = "; there is no smaller segment" if best == 0 else ""
+    yield finding(
+        "checkpointing.neighbors",
+        f"{sweep.name}, one recomputation at most: {listed}{edge}.",
+        near,
+        {f"segments of {each.sizes[0]}": each.peak for each in near},
+        timed=False,
+    )
+
+
 def _nested(sweep: Sweep) -> Iterator[Finding]:
     """The strategy with the fewest saved inputs, its cost, and its effect on the peak."""
     halved, single = sweep.of(NESTED), sweep.of("1")
@@ -207,6 +241,7 @@ def _nested(sweep: Sweep) -> Iterator[Finding]:
     to_two = tuple(range(layers - 1, 0, -1))
     fewest, most_again = saved_inputs(to_two, layers), recomputed_blocks(to_two, layers) / layers
     same = abs(halved.peak / single.peak - 1) <= _SAME
+    cost = halved.slower_than(single)
     text = (
         f"{sweep.name}: the strategy with the fewest saved inputs is nested, {layers} blocks halved"
         f" down to single ones ({'-'.join(map(str, halved.sizes))}): at most {halved.inputs} inputs"
@@ -214,21 +249,21 @@ def _nested(sweep: Sweep) -> Iterator[Finding]:
         f" {number(halved.again, 3)} recomputed forward passes per block instead of one;"
         f" {duration(halved.ms or 0)} against {duration(single.ms or 0)} a step."
     )
-    rest = (
+    text += (
         f" The peak of the step stays at {bytes_(halved.peak)}: it is in the"
         f" {halved.peak_phase} phase, when all gradients and one block's activations are live and"
-        " few inputs are left, so single blocks are as good and cheaper."
+        " few inputs are left."
         if same
         else f" Peak {bytes_(halved.peak)} against {bytes_(single.peak)}."
     )
     if layers > 2:
-        rest += (
+        text += (
             f" As few as {fewest} inputs are possible, splitting off one block at"
             f" a time, for {number(most_again, 3)} forward passes per block."
         )
     yield finding(
         "checkpointing.nested",
-        text if same else text + rest,
+        text,
         [halved, single],
         {
             "step": sweep.name,
@@ -244,7 +279,9 @@ def _nested(sweep: Sweep) -> Iterator[Finding]:
             "fewest_inputs": fewest,
             "most_again": most_again,
         },
-        conclusion=rest.strip() if same else "",
+        conclusion=conclude("Single blocks are as good and cheaper.", cost)
+        if same and cost.value > 1
+        else NOTHING,
     )
 
 
@@ -286,10 +323,13 @@ def _budget(sweep: Sweep, each: StrategyRun) -> Finding:
         f" {duration(each.ms or 0)} a step.",
         [each, *(within if faster else ())],
         values,
-        conclusion=f"The fastest strategy of the sweep that fits is {faster.words},"
-        f" {duration(faster.ms or 0)}."
+        conclusion=conclude(
+            f"The fastest strategy of the sweep that fits is {faster.words},"
+            f" {duration(faster.ms or 0)}.",
+            each.slower_than(faster),
+        )
         if faster
-        else "",
+        else NOTHING,
         tone="good" if fits else "warn",
     )
 

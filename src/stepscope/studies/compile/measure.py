@@ -6,7 +6,6 @@ import gc
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from stepscope.acceleration.changes import blocks_of
+from stepscope.processes import own_command
 from stepscope.records.decoding import from_json
 from stepscope.records.schema import Clock, Quantity, Series
 from stepscope.studies.attention.workload import AttentionStep
@@ -140,7 +140,7 @@ def _measure(case: TimedCase, bench: Bench) -> Measurement:
 def _warm_start_s(case: TimedCase, device: Device) -> float:
     """Seconds of the same first step in a fresh process, from the filled cache."""
     done = subprocess.run(
-        [sys.executable, "-m", "stepscope.studies.compile.recompilation", device.kind],
+        own_command("stepscope.studies.compile.recompilation", device.kind),
         input=msgspec.json.encode(case),
         capture_output=True,
         timeout=_WARM_TIMEOUT_S,

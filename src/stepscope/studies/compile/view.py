@@ -7,20 +7,28 @@ from typing import NamedTuple
 
 import msgspec
 
+from stepscope.analysis.conclusions import NOTHING, conclude
+from stepscope.analysis.effects import Effect, quotient
 from stepscope.analysis.limits import host_bound, median_ms
 from stepscope.records.schema import Record
+from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Figure, Finding, Table, Tone, Value
 from stepscope.report.format import count, duration, number
 from stepscope.report.tables import Declared, col, failed_table, table
 from stepscope.studies.base import Result
 from stepscope.studies.compile.cases import AttentionCase, CompileCase, TraceCase
 from stepscope.studies.training.flags import GRAPHS_OF_TORCH
-from stepscope.studies.views.builders import HOST_BOUND, curve, finding
+from stepscope.studies.views.builders import (
+    HOST_BOUND,
+    bracketed,
+    curve,
+    finding,
+    grouped,
+    rated,
+)
 
 PHASES = ("forward", "backward", "step")
 FORMS = ("eager", "compiled")
-_SLOWER = 0.97
-"""A speedup below this counts as slower; values closer to 1 may be noise."""
 _LEFT = "before_backward"
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -58,6 +66,13 @@ class CompileRow(NamedTuple):
         eager, compiled = self.ms("eager", phase), self.ms("compiled", phase)
         return eager / compiled if eager is not None and compiled else None
 
+    def effect(self, phase: str = "step") -> Effect | None:
+        """The speedup with its interval."""
+        eager, compiled = (self.record.find(phase, variant=form) for form in FORMS)
+        if eager is None or compiled is None or not (eager.values and compiled.values):
+            return None
+        return quotient(summarize(eager.values), summarize(compiled.values))
+
     def cpu_share(self, form: str) -> float | None:
         """Share of the step in which the GPU waits for the CPU."""
         share = host_bound(self.record, form)
@@ -75,7 +90,8 @@ class CompileRow(NamedTuple):
         """Number of steps after which the compile time is amortized."""
         cold = self.record.quantity("cold_s")
         eager, compiled = self.ms("eager", "step"), self.ms("compiled", "step")
-        if cold is None or eager is None or compiled is None or compiled >= eager:
+        effect = self.effect()
+        if cold is None or eager is None or compiled is None or not (effect and effect.above):
             return None
         return cold * 1e3 / (eager - compiled)
 
@@ -95,6 +111,7 @@ def view(results: Sequence[Result[CompileCase]]) -> tuple[Block, ...]:
 
 def _findings(rows: Sequence[CompileRow], timed: Sequence[CompileRow]) -> Iterator[Finding]:
     if timed:
+        yield from _phases(timed)
         yield _gain(timed)
         yield from _cpu_bound(timed)
         yield from _first_step(timed)
@@ -113,20 +130,48 @@ def _findings(rows: Sequence[CompileRow], timed: Sequence[CompileRow]) -> Iterat
         yield _graph_breaks(ok)
 
 
+def _phases(timed: Sequence[CompileRow]) -> Iterator[Finding]:
+    """The speedups of the forward pass, the backward pass and the step, for each kind of case."""
+    for kind, rows in grouped(timed, lambda row: row.kind).items():
+        values: dict[str, Value] = {"kind": kind, "cases": len(rows)}
+        parts = []
+        for phase in PHASES:
+            gains = [(gain, row) for row in rows if (gain := row.gain(phase)) is not None]
+            if not gains:
+                continue
+            (low, least), (high, most) = (
+                end(gains, key=lambda pair: pair[0]) for end in (min, max)
+            )
+            values |= {f"{phase} least": low, f"{phase} most": high}
+            text = f"{phase} {number(low, 3)}×"
+            if most is not least:
+                text += f" ({_described(least)}) to {number(high, 3)}× ({_described(most)})"
+            parts.append(text)
+        what = "attention alone" if kind == "attention" else "a training step"
+        yield finding(
+            "compile.phases",
+            f"Time when eager over time when compiled, {what}: {'; '.join(parts)}.",
+            rows,
+            values,
+        )
+
+
 def _gain(timed: Sequence[CompileRow]) -> Finding:
     gpu_bound = [row for row in timed if not row.cpu_bound("eager")]
     ranked = sorted(gpu_bound or timed, key=_step_gain)
     worst, best = ranked[0], ranked[-1]
-    where = "A compiled step is"
+    where = "The time of an eager step over that of a compiled one is"
     if len(ranked) < len(timed):
-        where = "In cases that are not CPU-bound, a compiled step is"
-    gain = number(_step_gain(best), 3)
-    text = f"{where} {gain} times as fast as eager in the best case ({_described(best)})"
+        where = f"In cases that are not CPU-bound, {where[0].lower()}{where[1:]}"
+    text = f"{where} {bracketed(_effect(best))} in the best case ({_described(best)})"
     if best is not worst:
-        text += f" and {number(_step_gain(worst), 3)} in the worst ({_described(worst)})"
-    slower = [row for row in timed if _step_gain(row) < _SLOWER]
+        text += f" and {bracketed(_effect(worst))} in the worst ({_described(worst)})"
+    slower = [row for row in timed if _effect(row).below]
+    unclear = [row for row in timed if not _effect(row).shown]
     if slower:
         text += f"; {len(slower)} of all {len(timed)} cases are slower than eager"
+    if unclear:
+        text += f"; in {len(unclear)} of {len(timed)} no difference is shown"
     return finding(
         "compile.gain",
         f"{text}.",
@@ -138,9 +183,16 @@ def _gain(timed: Sequence[CompileRow]) -> Finding:
             "worst_case": worst.record.case,
             "cases": len(timed),
             "slower": len(slower),
+            "no_difference": len(unclear),
         },
-        tone="warn" if slower else "good",
+        tone="warn" if slower else rated(_effect(best), higher_is_better=True),
     )
+
+
+def _effect(row: CompileRow) -> Effect:
+    effect = row.effect()
+    assert effect is not None
+    return effect
 
 
 def _step_gain(row: CompileRow) -> float:
@@ -170,13 +222,25 @@ def _cpu_bound(timed: Sequence[CompileRow]) -> Iterator[Finding]:
     gains = [_step_gain(row) for row in eager]
     ends = dict.fromkeys(number(end, 3) for end in (min(gains), max(gains)))
     text = (
-        f"{len(eager)} of {len(timed)} cases are CPU-bound when eager: there the speedup"
-        f" ({' to '.join(ends)} times) comes from fewer or cheaper launches"
+        f"{len(eager)} of {len(timed)} cases are CPU-bound when eager, with a speedup of"
+        f" {' to '.join(ends)} times"
     )
     if still:
-        text += f", and {len(still)} of them are still CPU-bound when compiled"
+        text += f"; {len(still)} of them are still CPU-bound when compiled"
     values = {"eager": len(eager), "compiled": len(still), "cases": len(timed)}
-    yield finding("compile.host-bound", f"{text}.", timed, values)
+    shown = [row for row in eager if _effect(row).above]
+    bound = [share.effect for row in shown if (share := host_bound(row.record, "eager"))]
+    yield finding(
+        "compile.host-bound",
+        f"{text}.",
+        timed,
+        values,
+        conclusion=conclude(
+            "There the speedup comes from fewer or cheaper launches.", *map(_effect, shown), *bound
+        )
+        if shown
+        else NOTHING,
+    )
 
 
 def _first_step(timed: Sequence[CompileRow]) -> Iterator[Finding]:
@@ -190,11 +254,19 @@ def _first_step(timed: Sequence[CompileRow]) -> Iterator[Finding]:
     if warm is not None:
         text += f" and {duration(warm * 1e3)} in a new process with a filled cache"
     after = longest.pays_after()
-    if after is not None:
-        text += f"; the speedup amortizes this after {count(round(after))} steps"
     case = longest.record.case
     values: dict[str, Value] = {"case": case, "cold_s": cold, "warm_s": warm, "pays_after": after}
-    yield finding("compile.first-step", f"{text}.", longest, values)
+    yield finding(
+        "compile.first-step",
+        f"{text}.",
+        longest,
+        values,
+        conclusion=conclude(
+            f"The speedup amortizes this after {count(round(after))} steps.", _effect(longest)
+        )
+        if after is not None
+        else NOTHING,
+    )
 
 
 def _described(row: CompileRow) -> str:

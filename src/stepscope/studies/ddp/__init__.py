@@ -2,10 +2,11 @@
 
     stepscope run ddp --size small --context 128 --ranks 2
 
-All strategies for averaging gradients run interleaved on the same ranks: every round has one step
-of each, in shuffled order, and one step without communication. `exposed` is the step time minus the
-time without communication; the wait after the backward pass is split into waiting for the slowest
-rank and waiting for the transfer.
+All strategies for averaging gradients run interleaved on the same ranks, with one in memory at a
+time: every round has a turn of each, in shuffled order, and one without communication. Before that,
+each runs a few steps whose parameters are compared with those of one process. `exposed` is the step
+time minus the time without communication; the wait after the backward pass is split into waiting
+for the slowest rank and waiting for the transfer.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import statistics
+import itertools
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,68 +12,68 @@ from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
 from stepscope.studies.ranks.cases import on_ranks
-from stepscope.studies.ranks.subject import (
-    WARMUP,
-    Fed,
+from stepscope.studies.ranks.memory import Kind, require_memory
+from stepscope.studies.ranks.one_process import (
+    CHECK_EPS,
+    OneProcess,
+    Subject,
+    seed_of,
+    subject_of,
+    train_alone,
+)
+from stepscope.studies.ranks.results import CHECK_STEPS
+from stepscope.studies.ranks.steps import (
+    Lanes,
     Laps,
-    RankedStep,
-    RankSubject,
     Samples,
+    Step,
+    Stopwatch,
+    Trained,
+    begin,
+    free,
     interleaved,
-    make_subject,
+    one_step,
     series_of,
     settle,
+    trained_step,
 )
+from stepscope.studies.ranks.subject import Fed
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
-    from stepscope.parallel import DDP, World
-    from stepscope.studies.training.workload import Workload
+    from stepscope.parallel import World
 
-_DRAWN = 3
-"""Steps from which the most typical is drawn as a timeline."""
-Lanes = dict[str, list[tuple[float, float, str]]]
+Wrap = Callable[["nn.Module"], "nn.Module"]
 
 
 class RankSteps(NamedTuple):
     """Measurements of one rank."""
 
     samples: Samples
-    gradient_bytes: int
-    reductions: dict[str, int]
+    quantities: list[Quantity]
     lanes: dict[str, Lanes]
-    """Timeline of one step by strategy, in ms from its start."""
+    """Timeline of one step by strategy."""
     backend: str
 
 
-class GradientStrategy:
-    """A strategy for averaging gradients, with its own model and optimizer."""
+class Examined(NamedTuple):
+    """A strategy's first steps."""
 
-    def __init__(
-        self, name: str, model: nn.Module, parameters: nn.Module, dtype: str = "float32"
-    ) -> None:
-        import torch
-
-        self.name = name
-        self.autocast = dtype == "bfloat16"
-        self.model = model
-        self.optimizer = torch.optim.AdamW(parameters.parameters())
-        self.averages_itself = hasattr(model, "finish_gradient_synchronization")
+    difference: float
+    """From the parameters of one process."""
+    message_bytes: list[int]
+    """Of its reductions; empty if it does not report them."""
+    lanes: Lanes
 
 
 def measure(case: DDPCase, bench: Bench) -> Measurement:
+    require_memory(case, bench.device, Kind())
     ranks: list[RankSteps] = on_ranks("ddp", case, bench, time_strategies)
     first = ranks[0]
     return Measurement(
         series=series_of([result.samples for result in ranks]),
-        quantities=(
-            Quantity(name="gradient_bytes", value=first.gradient_bytes, unit="B"),
-            *(
-                Quantity(name="reductions", variant=strategy, value=count, unit="messages")
-                for strategy, count in first.reductions.items()
-            ),
-        ),
+        quantities=tuple(first.quantities),
         notes={"backend": first.backend},
         attachments={"timeline": first.lanes},
     )
@@ -83,174 +81,146 @@ def measure(case: DDPCase, bench: Bench) -> Measurement:
 
 def time_strategies(world: World, case: DDPCase) -> RankSteps:
     """Time all strategies; runs on each rank."""
-    import torch
-    import torch.distributed as dist
-
-    model, fed = make_model(world, case, case.batch // world.size, case.dtype)
-    strategies = make_strategies(model, case.dtype, case.bucket_mb)
-    gradient_bytes = sum(
-        p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
-    )
-    samples = interleaved(
-        world,
-        {strategy.name: partial(one_step, world, strategy, fed) for strategy in strategies},
-        case.rounds,
-        0,
-    )
-    step = len(strategies) * (WARMUP + case.rounds)
-    reductions = {}
-    for strategy in strategies:
-        if not strategy.averages_itself:
-            continue
-        sizes: Any = strategy.model.message_bytes
-        reductions[strategy.name] = len(sizes)
-        dtype = next(strategy.model.parameters()).dtype
-        messages = [
-            torch.zeros(size // dtype.itemsize, device=world.device, dtype=dtype) for size in sizes
-        ]
-        alone = samples[strategy.name, "communication"] = []
-        for _ in range(case.rounds):
-            world.step(step)
-            step += 1
-            alone.append(_communication_ms(world, strategy, messages))
-    lanes = {
-        strategy.name: _typical_lanes(
-            world, strategy, fed, statistics.median(samples[strategy.name, "step"])
-        )
-        for strategy in strategies
-        if strategy.averages_itself
+    began_s = time.monotonic()
+    numbers = itertools.count()
+    begin()
+    subject, model = subject_of(world, case, case.batch // world.size, case.dtype)
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    gradient_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
+    dtype = trainable[0][1].dtype
+    wraps = strategies(_distinct(case.bucket_mb, trainable))
+    alone = train_alone(world, model, subject, autocast=case.dtype == "bfloat16")
+    del model, trainable
+    quantities = [
+        Quantity(name="gradient_bytes", value=gradient_bytes, unit="B"),
+        *alone.quantities(),
+    ]
+    lanes: dict[str, Lanes] = {}
+    messages: dict[str, Callable[[], Step]] = {}
+    for name, wrap in wraps.items():
+        world.step(next(numbers))
+        examined = _examine(world, partial(train, subject, wrap, case.dtype), subject.fed, alone)
+        free(world)
+        difference = examined.difference
+        quantities.append(Quantity(name="difference", variant=name, value=difference, unit="1"))
+        if sizes := examined.message_bytes:
+            lanes[name] = examined.lanes
+            count = Quantity(name="reductions", variant=name, value=len(sizes), unit="messages")
+            quantities.append(count)
+            messages[name] = partial(_messages, world, sizes, dtype, blocking=name == "naive")
+    del alone
+    free(world)
+    communication = interleaved(world, messages, case.rounds, numbers)
+    subject = subject.copied(world)
+    builders = {
+        name: partial(trained_step, world, partial(train, subject, wrap, case.dtype), subject.fed)
+        for name, wrap in wraps.items()
     }
-    dist.barrier()
-    return RankSteps(samples, gradient_bytes, reductions, lanes, world.backend)
+    steps = interleaved(world, builders, case.rounds, numbers, began_s)
+    return RankSteps(steps | communication, quantities, lanes, world.backend)
 
 
-def make_model(world: World, case: RankedStep | Workload, share: int, dtype: str) -> RankSubject:
-    import torch
-
-    pure = torch.bfloat16 if dtype == "bfloat16-pure" else torch.float32
-    return make_subject(world, case, share, world.device, pure)
-
-
-def make_strategies(
-    alone: nn.Module, dtype: str, bucket_mb: Sequence[float]
-) -> list[GradientStrategy]:
+def strategies(bucket_mb: Sequence[float]) -> Mapping[str, Wrap]:
     """Strategies: without communication, then those of Stepscope, then torch's DDP."""
     from torch.nn.parallel import DistributedDataParallel
 
     from stepscope.parallel import DDP
 
-    def model() -> nn.Module:
-        # Copying is faster than initializing weights again.
-        return copy.deepcopy(alone)
-
-    wrapped: dict[str, DDP | DistributedDataParallel] = {
-        strategy: DDP(model(), strategy) for strategy in ("naive", "flat", "overlap")
+    return {
+        ALONE: lambda module: module,
+        "naive": lambda module: DDP(module, "naive"),
+        "flat": lambda module: DDP(module, "flat"),
+        "overlap": lambda module: DDP(module, "overlap"),
+        **{f"bucketed {mb:g} MiB": partial(_bucketed, bucket_mb=mb) for mb in bucket_mb},
+        TORCH: lambda module: DistributedDataParallel(module, gradient_as_bucket_view=True),
     }
+
+
+def _bucketed(module: nn.Module, bucket_mb: float) -> nn.Module:
+    from stepscope.parallel import DDP
+
+    return DDP(module, "bucketed", bucket_mb)
+
+
+def _distinct(bucket_mb: Sequence[float], named: Sequence[tuple[str, Any]]) -> list[float]:
+    """Bucket sizes without those that give the same buckets as one before."""
+    from stepscope.parallel.buckets import MEGABYTE, identity, plan_buckets
+    from stepscope.parallel.reducer import items_of
+
+    items = items_of([p for _, p in named], [name for name, _ in named])
+    plans: dict[int, float] = {}
     for size in bucket_mb:
-        wrapped[f"bucketed {size:g} MiB"] = DDP(model(), "bucketed", size)
-    wrapped[TORCH] = DistributedDataParallel(model(), gradient_as_bucket_view=True)
-    return [
-        GradientStrategy(ALONE, alone, alone, dtype),
-        *(GradientStrategy(name, ddp, ddp.module, dtype) for name, ddp in wrapped.items()),
-    ]
+        plans.setdefault(identity(plan_buckets(items, size * MEGABYTE), items), size)
+    return list(plans.values())
 
 
-def one_step(
-    world: World, strategy: GradientStrategy, fed: Fed, laps: Laps | None = None
-) -> dict[str, float]:
-    """Run one step and return the times of its phases in ms; the device is idle at each mark."""
+def train(subject: Subject, wrap: Wrap, dtype: str, eps: float = 1e-8) -> Trained:
+    """Build a model with a strategy and its optimizer."""
     import torch
 
-    laps = laps or Laps(world)
-    with torch.autocast(world.device.type, torch.bfloat16, enabled=strategy.autocast):
-        loss = fed.loss_of(strategy.model)
-    laps.mark("forward")
-    loss.backward()  # type: ignore[no-untyped-call]
-    # On a GPU this waits for the backward pass and overlapping reductions, like the calls below.
-    laps.mark("backward")
-    waits = {}
-    if strategy.averages_itself:
-        strategy.model.finish_gradient_synchronization()  # type: ignore[operator]
-        settle(world)
-        timing: Any = strategy.model.timing
-        waits = {"slowest": timing.slowest * 1e3, "transfer": timing.transfer * 1e3}
-    laps.mark("waited")
-    strategy.optimizer.step()
-    strategy.optimizer.zero_grad()
-    laps.mark("optimizer")
-    return {"step": laps.total_ms, **laps.ms, **waits}
+    module = subject.model()
+    model = wrap(module)
+    optimizer = torch.optim.AdamW(module.parameters(), eps=eps)
+    return Trained(model, module, optimizer, autocast=dtype == "bfloat16")
 
 
-def _communication_ms(world: World, strategy: GradientStrategy, messages: list[Tensor]) -> float:
-    """Time of a step's reductions without overlap, in ms."""
-    import torch.distributed as dist
-
-    laps = Laps(world)
-    pending = []
-    for message in messages:
-        work = dist.all_reduce(message, async_op=True)
-        if strategy.name == "naive":
-            work.wait()
+def _examine(world: World, make: Callable[..., Trained], fed: Fed, alone: OneProcess) -> Examined:
+    """Run a few steps, compare the parameters and draw the step of median length."""
+    trained = make(eps=CHECK_EPS)
+    observed = getattr(trained.model, "observed", None)
+    drawn: list[tuple[float, Lanes]] = []
+    for step in range(CHECK_STEPS):
+        seed_of(step, world.rank)
+        if observed is None:
+            one_step(world, trained, fed)
         else:
-            pending.append(work)
-    for work in pending:
-        work.wait()
-    laps.mark("communication")
-    return laps.total_ms
+            drawn.append(_drawn(world, trained, fed))
+    lanes = sorted(drawn, key=lambda one: one[0])[len(drawn) // 2][1] if drawn else {}
+    sizes: Any = getattr(trained.model, "message_bytes", [])
+    return Examined(alone.difference(trained.module), sizes, lanes)
 
 
-def _typical_lanes(world: World, strategy: GradientStrategy, fed: Fed, median_ms: float) -> Lanes:
-    """Timeline of the step closest to the median, of a few more steps."""
-    tried = [_lanes(world, strategy, fed) for _ in range(_DRAWN)]
-    return min(tried, key=lambda lanes: abs(lanes["compute"][-1][1] - median_ms))
-
-
-def _lanes(world: World, strategy: GradientStrategy, fed: Fed) -> Lanes:
-    """Timeline of one more step, with start and end of every reduction."""
-    now, ms_between = _clock(world)
+def _drawn(world: World, trained: Trained, fed: Fed) -> tuple[float, Lanes]:
+    """Time and timeline of a step, with start and end of every reduction."""
+    watch = Stopwatch(world)
     transfers: list[list[Any]] = []
 
     def observer(size: int, work: Any) -> None:
-        transfer = [now(), None, size]
+        transfer = [f"{size / 2**20:.3g} MiB", watch.now()]
         transfers.append(transfer)
+        watch.at_end(work, transfer.append)
 
-        def finished(_: Any) -> None:
-            transfer[1] = now()
-
-        work.get_future().then(finished)
-
-    observed = getattr(strategy.model, "observed", lambda _: nullcontext())
-    laps = Laps(world)
-    # A second reading of the clock would shift the reductions against the phases.
-    began = now() if world.backend == "nccl" else laps.began
-    with observed(observer):
-        marks = one_step(world, strategy, fed, laps)
+    model: Any = trained.model
+    with model.observed(observer):
+        step_ms = one_step(world, trained, fed, watch.laps)["step"]
     settle(world)
-    phases, at = [], 0.0
-    for name in ("forward", "backward", "waited", "optimizer"):
-        phases.append((at, at + marks[name], name))
-        at += marks[name]
-    in_flight = [
-        (ms_between(began, start), ms_between(began, finish), f"{size / 2**20:.3g} MiB")
-        for start, finish, size in transfers
-        if finish is not None
-    ]
-    return {"compute": phases, "reductions": in_flight}
+    # A callback may come after the wait for its work.
+    finished = [transfer for transfer in transfers if len(transfer) == 3]
+    spans = [(watch.ms(start), watch.ms(end), label) for label, start, end in finished]
+    return step_ms, {"compute": watch.phases(), "reductions": spans}
 
 
-def _clock(world: World) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
-    """Functions for the current time and for the ms between two times.
-
-    Only the device queue knows when an NCCL reduction ends: its callback runs when the reduction is
-    issued, on a stream that waits for it. CUDA events therefore mark the times.
-    """
+def _messages(world: World, sizes: Sequence[int], dtype: Any, *, blocking: bool) -> Step:
+    """Build a step's reductions; a call runs them without overlap."""
     import torch
+    import torch.distributed as dist
 
-    def event() -> torch.cuda.Event:
-        recorded = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        recorded.record()
-        return recorded
+    messages = [
+        torch.zeros(size // dtype.itemsize, device=world.device, dtype=dtype) for size in sizes
+    ]
 
-    if world.backend == "nccl":
-        return event, lambda earlier, later: float(earlier.elapsed_time(later))
-    return time.perf_counter, lambda earlier, later: (later - earlier) * 1e3
+    def reduce() -> dict[str, float]:
+        laps = Laps(world)
+        pending = []
+        for message in messages:
+            work = dist.all_reduce(message, async_op=True)
+            if blocking:
+                work.wait()
+            else:
+                pending.append(work)
+        for work in pending:
+            work.wait()
+        laps.mark("communication")
+        return {"communication": laps.total_ms}
+
+    return reduce

@@ -4,55 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.records.stats import Ratio, paired_ratio, ratio_interval, summarize
-from stepscope.report.blocks import Block, Figure, Finding, Table, Timeline, Tone
-from stepscope.report.format import bytes_, duration, number, percent
+from stepscope.analysis.conclusions import NOTHING, conclude
+from stepscope.analysis.effects import Effect, paired, ratio
+from stepscope.records.stats import summarize
+from stepscope.report.blocks import Block, Figure, Finding, Table, Timeline
+from stepscope.report.format import bytes_, duration, percent
 from stepscope.report.tables import col, cols, table
 from stepscope.studies.base import Result
+from stepscope.studies.ddp.buckets import bucket_blocks
 from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
-from stepscope.studies.ranks.results import RankedResult, step_column, variant_rows
+from stepscope.studies.ddp.results import PHASES, DDPResult
+from stepscope.studies.ranks.results import difference_column, step_column, variant_rows
+from stepscope.studies.views.builders import bracketed, rated
 from stepscope.studies.views.figures import curves, lane
 from stepscope.studies.views.published import published_tables, ranked_step
 
-PHASES = ("forward", "backward", "waited", "optimizer")
-
 Lanes = dict[str, dict[str, list[tuple[float, float, str]]]]
 """Timeline of a step by strategy and lane: start, end, label."""
-
-
-class DDPResult(RankedResult[DDPCase]):
-    """All strategies timed in one case."""
-
-    @property
-    def names(self) -> list[str]:
-        return list(dict.fromkeys(s.variant for s in self.record.series if s.rank == 0))
-
-    @property
-    def title(self) -> str:
-        at = f" at context {self.case.context}" if self.case.context else ""
-        return f"{self.case.size}{at}, {self.label}, {self.case.dtype}"
-
-    def phases(self, strategy: str) -> dict[str, float]:
-        """Phases of the slowest rank in the median round; they add up to its step time."""
-        steps = [s for s in self.record.series if (s.variant, s.name) == (strategy, "step")]
-        rounds = [
-            max((series.values[index], series.rank, index) for series in steps)
-            for index in range(min((len(series.values) for series in steps), default=0))
-        ]
-        if not rounds:
-            return {}
-        _, rank, index = sorted(rounds)[(len(rounds) - 1) // 2]
-        # There is no wait after a backward pass that averages inside or not at all.
-        shown = [
-            phase for phase in PHASES if phase != "waited" or self.summary("slowest", strategy)
-        ]
-        series = {phase: self.record.find(phase, variant=strategy, rank=rank) for phase in shown}
-        return {phase: s.values[index] for phase, s in series.items() if s is not None}
-
-    def exposed(self, strategy: str) -> float | None:
-        """Step time minus that of the step without communication."""
-        step, alone = self.median("step", strategy), self.median("step", ALONE)
-        return step - alone if step is not None and alone is not None else None
 
 
 def view(results: Sequence[Result[DDPCase]]) -> tuple[Block, ...]:
@@ -61,6 +29,7 @@ def view(results: Sequence[Result[DDPCase]]) -> tuple[Block, ...]:
     return (
         *(finding for timed in done for finding in _findings(timed)),
         *(figure for timed in done for figure in _figures(timed)),
+        *bucket_blocks(done),
         _table(known),
         *_rank_table(done),
         *published_tables(
@@ -83,104 +52,111 @@ def _findings(timed: DDPResult) -> Iterator[Finding]:
     alone = timed.median("step", ALONE)
     if not steps or alone is None:
         return
-    # Negative values are noise: communication does not make a step faster.
-    exposed = {name: max(0.0, timed.exposed(name) or 0.0) for name in steps}
     if timed.case.ranks == 1:
-        cost = ", ".join(f"{duration(ms)} with {name}" for name, ms in exposed.items())
+        overheads = {name: timed.exposed(name) for name in steps}
+        cost = ", ".join(
+            f"{duration(one.value) if one and one.above else 'not shown'} with {name}"
+            for name, one in overheads.items()
+        )
         yield timed.finding(
             "one-rank",
             "with one rank there is no communication; this is the overhead of the wrappers. A step"
             f" takes {duration(alone)} without a wrapper; the overhead is {cost}.",
-            {"alone_ms": alone, **exposed},
+            {"alone_ms": alone, **{name: timed.exposed_ms(name) for name in steps}},
         )
     else:
         best = min(steps, key=lambda name: steps[name])
-        yield _fastest(timed, best, steps, exposed, alone)
-        yield from _hidden(timed, best, exposed[best])
+        yield _fastest(timed, best, steps, alone)
+        yield from _hidden(timed, best)
     yield from _against_torch(timed)
+    yield from timed.correctness(name for name in timed.names if name != ALONE)
 
 
-def _fastest(
-    timed: DDPResult, best: str, steps: dict[str, float], exposed: dict[str, float], alone: float
-) -> Finding:
+def _fastest(timed: DDPResult, best: str, steps: dict[str, float], alone: float) -> Finding:
     size = timed.record.quantity("gradient_bytes") or 0.0
-    # Rounds are interleaved, so the samples of two strategies are paired.
     samples = timed.samples("step", best)
-    alike = [
-        name
-        for name in steps
-        if name != best and paired_ratio(samples, timed.samples("step", name)).low <= 1
-    ]
-    rank = "has the lowest median," if alike else "is the fastest at"
-    more = [f"Statistically indistinguishable: {', '.join(alike)}."] if alike else []
-    if "naive" in steps and best != "naive":
-        more.append(
-            f"Exposed communication: {duration(exposed[best])} with {best},"
-            f" {duration(exposed['naive'])} with naive."
+    others = {name: paired(samples, timed.samples("step", name)) for name in steps if name != best}
+    alike = [name for name, effect in others.items() if not effect.above]
+    rank = "has the lowest median," if alike or not others else "is the fastest at"
+    more = f" Statistically indistinguishable: {', '.join(alike)}." if alike else ""
+    own, naive = timed.exposed(best), timed.exposed("naive") if "naive" in others else None
+    conclusion = NOTHING
+    if own is not None and naive is not None:
+        conclusion = conclude(
+            f"Exposed communication: {duration(own.value)} with {best},"
+            f" {duration(naive.value)} with naive.",
+            naive,
+            others["naive"],
         )
     return timed.finding(
         "fastest",
         f"{best} {rank} {duration(steps[best])} per step for {bytes_(size)} of gradients; without"
-        f" communication a step takes {duration(alone)}.",
+        f" communication a step takes {duration(alone)}.{more}",
         {
             "strategy": best,
             "step_ms": steps[best],
             "alone_ms": alone,
             "gradient_bytes": size,
-            "exposed_ms": exposed[best],
-            "exposed_naive_ms": exposed.get("naive"),
+            "exposed_ms": timed.exposed_ms(best),
+            "exposed_naive_ms": timed.exposed_ms("naive") if "naive" in steps else None,
             "alike": ", ".join(alike),
         },
-        conclusion=" ".join(more),
+        conclusion=conclusion,
     )
 
 
-def _hidden(timed: DDPResult, best: str, exposed: float) -> Iterator[Finding]:
+def _hidden(timed: DDPResult, best: str) -> Iterator[Finding]:
     """Share of the best strategy's reductions that overlaps with the backward pass."""
-    communication = timed.median("communication", best)
-    if not communication:
+    communication, exposed = timed.summary("communication", best), timed.exposed(best)
+    if communication is None or not communication.low > 0:
         return
-    share = min(1.0, 1 - exposed / communication)
-    words = (
-        f"{percent(share)} of that overlaps with the backward pass."
-        if share > 0
-        else f"its step is longer by {duration(exposed)}, so none of that overlaps."
-    )
+    conclusion, share = NOTHING, None
+    if exposed is not None:
+        share = Effect(
+            max(0.0, 1 - exposed.value / communication.median),
+            1 - exposed.high / communication.low,
+            1 - max(0.0, exposed.low) / communication.high,
+            neutral=0.0,
+        )
+        conclusion = conclude(
+            f"At least {percent(share.low)} of that overlaps with the backward pass."
+            if share.above
+            else f"Its step is longer by {duration(exposed.value)}, so none of that overlaps.",
+            share,
+        )
     yield timed.finding(
         "hidden",
-        f"the reductions of {best} take {duration(communication)} without overlap; {words}",
-        {"strategy": best, "communication_ms": communication, "share": max(0.0, share)},
+        f"the reductions of {best} take {duration(communication.median)} without overlap.",
+        {
+            "strategy": best,
+            "communication_ms": communication.median,
+            "share": share.value if share else None,
+        },
+        conclusion=conclusion,
     )
 
 
-_OUTCOMES: dict[int, tuple[str, Tone]] = {
-    -1: ("it is faster", "good"),
-    0: ("statistically indistinguishable", "info"),
-    1: ("it is slower", "warn"),
-}
-
-
-def against_torch(timed: DDPResult) -> tuple[str, Ratio] | None:
+def against_torch(timed: DDPResult) -> tuple[str, Effect] | None:
     """The fastest bucketed strategy and its step time over that of torch's DDP."""
     baseline = timed.samples("step", TORCH)
     buckets = [name for name in timed.names if name.startswith("bucketed")]
     if not buckets or not baseline:
         return None
     best = min(buckets, key=lambda name: timed.median("step", name) or 0.0)
-    return best, ratio_interval(baseline, timed.samples("step", best))
+    return best, ratio(baseline, timed.samples("step", best))
 
 
 def _against_torch(timed: DDPResult) -> Iterator[Finding]:
     if (result := against_torch(timed)) is None:
         return
-    best, ratio = result
-    outcome, tone = _OUTCOMES[(ratio.low > 1) - (ratio.high < 1)]
+    best, effect = result
+    outcome = "slower" if effect.above else "faster"
     yield timed.finding(
         "against-torch",
-        f"{best} takes {number(ratio.value, 3)}× the step time of torch's DistributedDataParallel"
-        f" [{number(ratio.low, 3)}, {number(ratio.high, 3)}]: {outcome}.",
-        {"strategy": best, "ratio": ratio.value, "low": ratio.low, "high": ratio.high},
-        tone=tone,
+        f"{best} takes {bracketed(effect)} the step time of torch's DistributedDataParallel"
+        f"{f': it is {outcome}' if effect.shown else ': statistically indistinguishable'}.",
+        {"strategy": best, "ratio": effect.value, "low": effect.low, "high": effect.high},
+        tone=rated(effect),
     )
 
 
@@ -242,7 +218,7 @@ def _table(known: Sequence[DDPResult]) -> Table:
         "A step with each strategy for averaging gradients",
         variant_rows(known, lambda timed: timed.names),
         [
-            col("size", lambda r: r.of.case.size, key=True),
+            col("size", lambda r: r.of.case.size_name, key=True),
             col("context", lambda r: r.of.case.context or None, "count", key=True),
             col("ranks", lambda r: r.of.case.ranks, "count", key=True),
             col("dtype", lambda r: r.of.case.dtype, key=True),
@@ -257,16 +233,18 @@ def _table(known: Sequence[DDPResult]) -> Table:
             ),
             col(
                 "exposed",
-                lambda r: None if r.variant == ALONE else r.of.exposed(r.variant),
+                lambda r: None if r.variant == ALONE else r.of.exposed_ms(r.variant),
                 unit="ms",
-                hint="step minus the step without communication",
+                hint="step minus the step without communication; none if below zero",
             ),
             col(
                 "reductions", lambda r: r.record.quantity("reductions", variant=r.variant), "count"
             ),
+            difference_column(),
         ],
         caption="Step times of the slowest rank in each round; all strategies are interleaved on"
-        " the same ranks. Phases are those of the median round.",
+        " the same ranks. Phases are those of the median round. Without communication a rank trains"
+        " on its share alone: its difference is that of a step without an average.",
     )
 
 

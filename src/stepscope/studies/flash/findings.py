@@ -6,17 +6,21 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from stepscope.analysis.checks import check_record
+from stepscope.analysis.conclusions import NOTHING, conclude
+from stepscope.analysis.effects import Effect, quotient
 from stepscope.analysis.limits import matmul_ceiling, matrix_ceiling
 from stepscope.analysis.scaling import fitted_exponent
+from stepscope.analysis.verdict import plain
 from stepscope.errors import some
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Value
-from stepscope.report.format import bytes_, counted, duration, number, percent, rate
+from stepscope.report.format import bytes_, count, counted, duration, number, percent, rate
 from stepscope.studies.attention.workload import RESULTS
 from stepscope.studies.flash.rows import OURS, GridRow, sort_key
 from stepscope.studies.views.builders import failure_findings, finding, grouped
 
 HOST_MARK = "*"
+TILED, NAIVE = "tiled", "reference"
 POLICY = (
     "at most 1.0× (output, 16 bit), 1.5× (gradients, 16 bit) or 2× (float32) the error of the"
     " reference in the same dtype, plus one unit in the last place"
@@ -29,6 +33,7 @@ def grid_findings(rows: Sequence[GridRow]) -> Iterator[Finding]:
     timed = [row for row in rows if row.record.status == "ok" and row.time()]
     yield from _highest_rates(timed)
     yield from _fastest_baseline(timed)
+    yield from _against_naive(timed)
     yield from _cpu_bound(timed)
     yield from _narrow_dtypes(timed)
     yield from _saved(timed)
@@ -53,7 +58,7 @@ def _highest_rates(rows: Sequence[GridRow]) -> Iterator[Finding]:
             "rate": _rate(best),
             "attention": best.attention,
             "shape": best.case.sizes,
-            "share": share,
+            "share": None if share is None else plain(share),
         }
         text = (
             f"The highest rate in {dtype} is {rate(_rate(best), 'FLOP/s')} forward and backward,"
@@ -94,6 +99,14 @@ class BaselinePair(NamedTuple):
         return self.baseline.median / self.ours.median
 
     @property
+    def effect(self) -> Effect:
+        """The ratio with its interval."""
+        ours, baseline = self.ours.time(), self.baseline.time()
+        assert ours is not None
+        assert baseline is not None
+        return quotient(baseline, ours)
+
+    @property
     def is_cpu_bound(self) -> bool:
         return self.ours.is_cpu_bound or self.baseline.is_cpu_bound
 
@@ -116,16 +129,18 @@ def _fastest_baseline(rows: Sequence[GridRow]) -> Iterator[Finding]:
         return
     by_gpu = [pair for pair in pairs if not pair.is_cpu_bound]
     by_cpu = [pair for pair in pairs if pair.is_cpu_bound]
-    lost = sorted((p for p in by_gpu if p.ratio < 1.0), key=lambda p: p.ratio)
+    lost = sorted((p for p in by_gpu if p.effect.below), key=lambda p: p.ratio)
     behind = [f"{number(p.ratio, 3)} of {p.baseline.attention} at {p.ours.label}" for p in lost]
-    slower = sum(pair.ratio < 1.0 for pair in by_cpu)
-    faster = len(by_gpu) - len(lost)
+    slower = [pair for pair in by_cpu if pair.effect.below]
+    faster = sum(pair.effect.above for pair in by_gpu)
+    unclear = len(by_gpu) - faster - len(lost)
     yield finding(
         "flash.fastest-baseline",
         f"Compared with the fastest other implementation at each of {counted(len(pairs), 'shape')}"
         f" (timed one after the other, not interleaved), Stepscope is faster at {faster} of"
         f" {len(by_gpu)} GPU-bound shapes"
-        + (f" and slower at {len(lost)} ({some(behind)})." if lost else "."),
+        + (f" and slower at {len(lost)} ({some(behind)})" if lost else "")
+        + (f"; at {unclear} no difference is shown." if unclear else "."),
         [row for pair in pairs for row in pair],
         {
             "shapes": len(pairs),
@@ -134,13 +149,58 @@ def _fastest_baseline(rows: Sequence[GridRow]) -> Iterator[Finding]:
             "behind": len(lost),
             "lowest": lost[0].ratio if lost else None,
             "by_host": len(by_cpu),
-            "behind_by_host": slower,
+            "behind_by_host": len(slower),
         },
-        conclusion=f"At the other {counted(len(by_cpu), 'shape')} the CPU is the limit; Stepscope"
-        f" is slower at {slower}."
-        if by_cpu
-        else "",
+        conclusion=conclude(
+            f"At the other {counted(len(by_cpu), 'shape')} the CPU is the limit; Stepscope is"
+            f" slower at {len(slower)}.",
+            *(pair.effect for pair in slower),
+        )
+        if slower
+        else NOTHING,
     )
+
+
+def _against_naive(rows: Sequence[GridRow]) -> Iterator[Finding]:
+    """Our implementation over naive attention, at the shortest and the longest common length."""
+    ours = next((name for name in (OURS, TILED) if any(r.attention == name for r in rows)), None)
+    for dtype, members in grouped(rows, lambda row: row.case.dtype).items():
+        by_shape = grouped(members, lambda row: row.label)
+        pairs = [
+            BaselinePair(named[ours], named[NAIVE])
+            for those in by_shape.values()
+            if {ours, NAIVE} <= (named := {row.attention: row for row in those}).keys()
+            and ours is not None
+        ]
+        if not pairs:
+            continue
+        pairs.sort(key=lambda pair: (pair.ours.case.seq, pair.ours.case.head))
+        ends = [pairs[0], pairs[-1]] if len(pairs) > 1 else pairs
+        listed = " and ".join(
+            f"{number(pair.ratio, 3)} times as fast at {pair.ours.case.sizes}"
+            f" ({duration(pair.ours.median)} and {duration(pair.baseline.median)})"
+            for pair in ends
+        )
+        faster = sum(pair.effect.above for pair in pairs)
+        slower = sum(pair.effect.below for pair in pairs)
+        longest = max(row.case.seq for row in members if row.attention == ours)
+        beyond = longest > max(pair.ours.case.seq for pair in pairs)
+        yield finding(
+            "flash.against-naive",
+            f"Compared with naive attention in {dtype}, forward and backward, {ours} is {listed};"
+            f" faster at {faster} and slower at {slower} of {counted(len(pairs), 'shape')}."
+            + (f" Naive attention has no time at length {count(longest)}." if beyond else ""),
+            [row for pair in pairs for row in pair],
+            {
+                "dtype": dtype,
+                "attention": ours,
+                "shortest": ends[0].ratio,
+                "longest": ends[-1].ratio,
+                "faster": faster,
+                "slower": slower,
+                "shapes": len(pairs),
+            },
+        )
 
 
 def _cpu_bound(rows: Sequence[GridRow]) -> Iterator[Finding]:
@@ -196,7 +256,7 @@ def _narrow_dtypes(rows: Sequence[GridRow]) -> Iterator[Finding]:
             f" {counted(len(pairs), 'shape')}: slower at {some(slower) or 'none'}.",
             [row for pair in pairs for row in pair],
             {"shapes": len(pairs), "slower": len(slower)},
-            tone="warn" if slower else "good",
+            tone="warn" if slower else "info",
         )
 
 
@@ -224,6 +284,7 @@ def _saved(rows: Sequence[GridRow]) -> Iterator[Finding]:
         [row for _, row in pairs],
         {"equal": equal, "cells": len(pairs), "off_bytes": most, "cell": name},
         tone="info" if inexact else "good",
+        timed=False,
     )
 
 
@@ -261,8 +322,8 @@ def _accuracy(rows: Sequence[GridRow]) -> Iterator[Finding]:
     known = [row for row in rows if row.error_ratio(*RESULTS) is not None]
     for attention, members in grouped(known, lambda row: row.attention).items():
         missed = [row for row in members if row.misses]
-        # The policy binds Stepscope's kernels only: of the others, only misses are reported.
-        if attention != OURS and not missed:
+        # The policy binds Stepscope's implementations: of the others, only misses are reported.
+        if attention not in (OURS, TILED) and not missed:
             continue
         worst = max(members, key=lambda row: row.error_ratio(*RESULTS) or 0.0)
         ratio = worst.error_ratio(*RESULTS) or 0.0
@@ -288,6 +349,7 @@ def _accuracy(rows: Sequence[GridRow]) -> Iterator[Finding]:
                 "tensors": "/".join(missed[0].misses) if missed else "",
             },
             tone="info" if attention != OURS else "warn" if missed else "good",
+            timed=False,
         )
 
 
@@ -304,6 +366,7 @@ def _own_kernels(rows: Sequence[GridRow]) -> Iterator[Finding]:
             ours,
             {"records": len(ours)},
             tone="good",
+            timed=False,
         )
 
 

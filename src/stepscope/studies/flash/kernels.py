@@ -170,10 +170,12 @@ def tile_findings(studies: Sequence[Tiles]) -> Iterator[Finding]:
     chosen = _chosen(studies)
     if not chosen:
         return
-    beaten = [study for study in chosen if study.lost > _TOLERATED]
+    limit = 1 + _TOLERATED
+    beaten = [study for study in chosen if study.slower.against(limit).above]
+    close = all(study.slower.against(limit).below for study in chosen)
     text = (
         f"The chosen tiles of {len(chosen)} kernels compared with {len(chosen[0].names)} sizes with"
-        f" {chosen[0].case.warps} warps: {len(chosen) - len(beaten)} are at most"
+        f" {chosen[0].case.warps} warps: {len(beaten)} are shown to be more than"
         f" {percent(_TOLERATED)} slower than the fastest"
     )
     for study in beaten:
@@ -188,7 +190,7 @@ def tile_findings(studies: Sequence[Tiles]) -> Iterator[Finding]:
         f"{text}.",
         chosen,
         {"kernels": len(chosen), "beaten": len(beaten), "most_lost": most_lost},
-        tone="warn" if beaten else "good",
+        tone="warn" if beaten else "good" if close else "info",
     )
 
 

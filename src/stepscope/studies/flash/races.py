@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from stepscope.analysis.effects import Effect, interval_of
 from stepscope.records.schema import Record
 from stepscope.records.stats import Ratio
 from stepscope.report.blocks import Cell, Finding, Interval, Table
@@ -14,7 +15,7 @@ from stepscope.report.format import counted, duration, number
 from stepscope.report.tables import col, table
 from stepscope.studies.flash.cases import PUBLISHED_SHAPES
 from stepscope.studies.flash.rows import OURS, AttentionRace, sort_key
-from stepscope.studies.views.builders import finding, ratio_cell
+from stepscope.studies.views.builders import finding, rated, ratio_cell
 
 PUBLISHED = tuple(shape.replace("x", ",") for shape in PUBLISHED_SHAPES)
 LEADERBOARD = PUBLISHED[0]
@@ -137,12 +138,22 @@ def _against_baseline(wanted: Comparison, pairs: Sequence[Compared]) -> Finding:
             "shape": least.race.case.sizes,
             "missing": missing,
         },
-        tone="good" if mean.low > 1 and not missing else "warn" if mean.high < 1 else "info",
+        tone="info"
+        if missing
+        else rated(_effect(mean, pairs, OURS, in_a_row=False), higher_is_better=True),
     )
 
 
+def _effect(mean: Interval, pairs: Sequence[Compared], ours: str, in_a_row: bool) -> Effect:
+    """A mean ratio with its interval."""
+    times = [pair.race.times(ours, in_a_row=in_a_row) for pair in pairs]
+    samples = min(one.count if one else 0 for one in times)
+    return interval_of(Ratio(value=mean.value, low=mean.low, high=mean.high, level=0.95), samples)
+
+
 def _short_calls(ours: str, pairs: Sequence[Compared]) -> Finding:
-    least, mean = lowest(pairs), geometric_mean(pairs).value
+    least, average = lowest(pairs), geometric_mean(pairs)
+    mean = average.value
     slower = sum(pair.ratio.high < 1.0 for pair in pairs)
     text = (
         f"In consecutive calls, CPU time included, {ours} is {number(mean, 3)} times as fast as"
@@ -166,7 +177,9 @@ def _short_calls(ours: str, pairs: Sequence[Compared]) -> Finding:
             "slower": slower,
             "shapes": len(pairs),
         },
-        tone="warn" if slower else "good",
+        tone="warn"
+        if slower
+        else rated(_effect(average, pairs, ours, in_a_row=True), higher_is_better=True),
     )
 
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import product
 
-from stepscope.analysis.limits import matrix_ceiling, median_ms
+from stepscope.analysis.effects import Effect, quotient
+from stepscope.analysis.limits import matrix_ceiling, median_ms, share_of
+from stepscope.analysis.verdict import Share
 from stepscope.records.schema import Record, Series
 from stepscope.records.stats import Ratio, Summary, ratio_interval, summarize
 from stepscope.studies.attention.workload import RESULTS
@@ -87,10 +89,9 @@ class GridRow(Result[GridCase]):
         time = self.time(mode)
         return flops / (time.median * 1e-3) if flops and time and time.median > 0.0 else None
 
-    def share(self) -> float | None:
+    def share(self) -> Share | None:
         """Rate of both passes over the measured matmul rate of the dtype."""
-        rate, ceiling = self.rate(), matrix_ceiling(self.record)
-        return rate / ceiling.value if rate and ceiling and ceiling.value > 0.0 else None
+        return share_of(self.rate() or None, matrix_ceiling(self.record))
 
     def error_ratio(self, *results: str) -> float | None:
         """The largest of these errors relative to the reference's error."""
@@ -176,6 +177,16 @@ class Tiles(Result[TilesCase]):
     def lost(self) -> float:
         """Share by which the chosen tile is slower than the fastest."""
         return (self.ms(CHOSEN) or 0.0) / self.timed[self.fastest] - 1.0
+
+    @property
+    def slower(self) -> Effect:
+        """Time with the chosen tile over that with the fastest."""
+        chosen, fastest = (
+            _summary(self.record.find("step", variant=name)) for name in (CHOSEN, self.fastest)
+        )
+        assert chosen is not None
+        assert fastest is not None
+        return quotient(chosen, fastest)
 
     def ms(self, name: str) -> float | None:
         return median_ms(self.record, "step", variant=name)

@@ -7,8 +7,9 @@ from functools import partial
 from typing import NamedTuple
 
 from stepscope.analysis.limits import matrix_ceiling
+from stepscope.analysis.verdict import AtMost, plain
 from stepscope.report.blocks import Block, Cell, Kind, Table
-from stepscope.report.format import number, rate
+from stepscope.report.format import UP_TO, number, rate
 from stepscope.report.tables import col, cols, interval, table
 from stepscope.studies.attention.workload import MODES, RESULTS
 from stepscope.studies.base import Result, results_of
@@ -148,7 +149,8 @@ def _speed(row: GridRow) -> Cell:
         return None
     parts = [number(time.median, 3), _brief(reached / _unit(row)[1], 0.01)]
     if share is not None:
-        parts.append(_brief(share * 100.0, 0.1) + " %")
+        bound = UP_TO if isinstance(share, AtMost) else ""
+        parts.append(f"{bound}{_brief(plain(share) * 100.0, 0.1)} %")
     text = " · ".join(parts) + (HOST_MARK if row.is_cpu_bound else "")
     return text.replace(" ", _NO_BREAK)
 

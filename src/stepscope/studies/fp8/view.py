@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
+from stepscope.analysis.conclusions import deduced
 from stepscope.errors import some
 from stepscope.kernels.fp8.recipe import E4M3, E5M2, TENSORWISE
 from stepscope.report.blocks import Block, Cell, Figure, Finding, Table, Value
@@ -61,7 +62,7 @@ def _verdict(subject: Subject) -> Iterator[Finding]:
                 " run.",
                 subject.examined,
                 {"model": subject.name},
-                conclusion=keeping(subject.examined, needed=False),
+                conclusion=deduced(keeping(subject.examined, needed=False)),
                 timed=False,
             )
         return
@@ -125,7 +126,7 @@ def _verdict(subject: Subject) -> Iterator[Finding]:
         f"{text}{how}.",
         rows,
         values | {"answer": answer},
-        conclusion=conclusion.strip(),
+        conclusion=deduced(conclusion.strip()),
         tone="good" if answer == "yes" and not flagged else "warn",
         timed=False,
     )

@@ -2,22 +2,23 @@
 
     stepscope run fsdp --size small --context 128 --ranks 2
 
-Measured like `sharding`: each strategy first runs alone and the bytes of its tensors are counted;
-then all strategies run interleaved.
+Measured like `sharding`. Besides, steps of `FSDP` are recorded: when the gather of each weight
+ends, and when the weight is needed.
 """
 
 from __future__ import annotations
 
 from stepscope.studies.sharding import Sharding
-from stepscope.studies.sharding.cases import FSDP_STRATEGIES
 
 
 class FullySharded(Sharding):
     name = "fsdp"
     title = "Fully sharded data parallelism"
-    question = "What does sharding parameters, gradients and state save, and what does it cost?"
+    question = (
+        "What does sharding parameters, gradients and state save, what does it cost, and do the"
+        " gathers end in time?"
+    )
     examples = ("stepscope run fsdp --size small --ranks 2",)
-    strategies = FSDP_STRATEGIES
 
 
 STUDY = FullySharded()

@@ -1,4 +1,4 @@
-"""Findings and tables of fully sharded data parallelism."""
+"""Findings, figures and tables of fully sharded data parallelism."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from stepscope.report.blocks import Block, Finding
 from stepscope.report.format import bytes_, percent
 from stepscope.report.tables import col
 from stepscope.studies.base import Result
+from stepscope.studies.fsdp.timeline import gather_blocks
 from stepscope.studies.ranks.subject import RankedStep
 from stepscope.studies.sharding.cases import FSDP_STRATEGIES, FULLY, TORCH_FULLY, UNSHARDED
 from stepscope.studies.sharding.view import (
@@ -31,6 +32,7 @@ def view(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
     return (
         *(finding for case in done for finding in _findings(case)),
         *(figure for case in done for figure in memory_figure(case, FSDP_STRATEGIES)),
+        *gather_blocks(done),
         strategies_table(
             "fsdp-ways",
             "A step and its memory, fully sharded and not",
@@ -57,12 +59,13 @@ def _findings(case: ShardingResult) -> Iterator[Finding]:
         "against-torch", FULLY, TORCH_FULLY, f"{words} one with torch's fully_shard"
     )
     yield from counter_finding(case, FULLY)
+    yield from case.correctness(FSDP_STRATEGIES)
     yield from refused_findings(case, FSDP_STRATEGIES)
 
 
 def _sums(case: ShardingResult, strategy: str) -> list[float]:
     """Bytes of parameters, gradients and state on each rank; empty if one was not counted."""
-    sizes = [case.sizes(strategy, kind) for kind in KINDS]
+    sizes = [case.by_rank(kind, strategy) for kind in KINDS]
     complete = all(len(values) == case.ranks for values in sizes)
     return [sum(parts) for parts in zip(*sizes, strict=True)] if complete else []
 
@@ -78,4 +81,5 @@ def _share(case: ShardingResult) -> Iterator[Finding]:
             " share.",
             {"whole_bytes": unsharded[0], "most_bytes": max(sharded), "off": off},
             tone="good" if off <= CLOSE else "warn",
+            timed=False,
         )

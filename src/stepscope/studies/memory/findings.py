@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from stepscope.analysis.conclusions import NOTHING, Conclusion, deduced
 from stepscope.attention import cost as attention_cost
 from stepscope.attention.cost import AttentionShape
 from stepscope.attention.registry import implementation
@@ -14,6 +15,7 @@ from stepscope.model.config import precision
 from stepscope.records.memory import LIBRARIES, PARAMETERS, TEMPORARIES, WEIGHT_COPIES, PostMortem
 from stepscope.report.blocks import Finding, Tone, Value
 from stepscope.report.format import bytes_, count, number, percent
+from stepscope.studies.memory.answers import step_findings
 from stepscope.studies.memory.rows import (
     REGIMES,
     Accounted,
@@ -47,6 +49,7 @@ def memory_findings(cases: Sequence[Accounted], lost: Sequence[Planned]) -> tupl
         *_attention(cases),
         *_regimes(cases),
         *_optimizer(cases),
+        *step_findings(cases),
         *_largest(cases),
         *_longest_contexts(cases, full),
         *_post_mortems(full),
@@ -59,7 +62,7 @@ def _finding(
     values: Mapping[str, Value],
     text: str,
     tone: Tone = "info",
-    conclusion: str = "",
+    conclusion: Conclusion = NOTHING,
     timed: bool = False,
 ) -> Finding:
     return Finding(
@@ -328,11 +331,13 @@ def _attention(cases: Sequence[Accounted]) -> Iterator[Finding]:
         f" {naive.name} saves {bytes_(naive.kept)} of activations for backward and peaks at"
         f" {bytes_(naive.peak)}; with {flash.workload.attention} it saves {bytes_(flash.kept)} and"
         f" peaks at {bytes_(flash.peak)}, {number(gain, 3)}× less.",
-        conclusion="The scores that it does not store grow with the square of the context."
-        " In traffic the difference is larger: by the shapes of what each operator reads and"
-        f" writes, naive attention moves {bytes_(naive_bytes)} in"
-        f" {'a forward pass' if naive.workload.mode == 'forward' else 'a step'}, flash attention at"
-        f" least {bytes_(moved)}, {number(naive_bytes / moved, 3)}× less.",
+        conclusion=deduced(
+            "The scores that it does not store grow with the square of the context."
+            " In traffic the difference is larger: by the shapes of what each operator reads and"
+            f" writes, naive attention moves {bytes_(naive_bytes)} in"
+            f" {'a forward pass' if naive.workload.mode == 'forward' else 'a step'}, flash"
+            f" attention at least {bytes_(moved)}, {number(naive_bytes / moved, 3)}× less."
+        ),
     )
 
 
@@ -413,9 +418,11 @@ def _optimizer(cases: Sequence[Accounted]) -> Iterator[Finding]:
         f"In {len(highest)} of {len(steps)} train steps the peak is in the optimizer, not in the"
         f" activations: torch's AdamW updates all tensors together and allocates temporaries,"
         f" for {case.name} {bytes_(temporaries)} on top of {bytes_(parameters)} of parameters.",
-        conclusion=""
+        conclusion=NOTHING
         if peak is None
-        else f"The fused AdamW has none: {bytes_(peak)} predicted instead of {bytes_(case.peak)}.",
+        else deduced(
+            f"The fused AdamW has none: {bytes_(peak)} predicted instead of {bytes_(case.peak)}."
+        ),
     )
 
 
@@ -509,5 +516,7 @@ def _post_mortem(each: Planned, note: PostMortem) -> Finding:
         f" phase{requested}: it needs {bytes_(note.needed)} of {bytes_(note.limit)},"
         f" {bytes_(note.missing)} too much. Largest entries: {entries}.",
         "warn",
-        f"Predicted to fit, smallest change first: {fits}." if fits else "No known change fits.",
+        deduced(
+            f"Predicted to fit, smallest change first: {fits}." if fits else "No known change fits."
+        ),
     )

@@ -14,7 +14,13 @@ import msgspec
 from stepscope.errors import one_line
 from stepscope.kernels.activation_policy import ALL
 from stepscope.model.checkpointing import NONE
-from stepscope.records.memory import INPUTS, MODEL_BUILT, STEP_END, SavedTensor
+from stepscope.records.memory import (
+    INPUTS,
+    MODEL_BUILT,
+    STEP_END,
+    GradientMoment,
+    SavedTensor,
+)
 from stepscope.records.schema import Series, quantities
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.memory.cases import MemoryCase
@@ -82,6 +88,7 @@ def measure(case: MemoryCase, bench: Bench) -> Measurement:
         "ends": ledger.ends,
         "saved": _of_one_block(ledger.saved),
         "course": ledger.course.points(),
+        "gradients": _of_two_blocks(ledger.gradients),
     }
     if standing:
         attachments["standing"] = standing
@@ -142,6 +149,11 @@ def _of_one_block(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
         for tensor in saved
         if not tensor.module.startswith("blocks.") or tensor.module.startswith("blocks.0.")
     ]
+
+
+def _of_two_blocks(moments: Sequence[GradientMoment]) -> list[GradientMoment]:
+    """Moments of the first two blocks: the memory between them is what one block changes."""
+    return [one for one in moments if one.parameter.startswith(("blocks.0.", "blocks.1."))]
 
 
 def _snapshot(

@@ -9,13 +9,15 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.model import cost
-from stepscope.model.config import PRECISIONS
+from stepscope.model.checkpointing import NONE
+from stepscope.model.config import PRECISIONS, ModelConfig, precision
 from stepscope.model.sizes import find_size
 from stepscope.records.memory import (
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
     Course,
+    GradientMoments,
     Peaks,
     PhasePeak,
     Point,
@@ -221,3 +223,56 @@ def highest_steps(cases: Sequence[Accounted]) -> dict[str, Accounted]:
         ):
             highest[dtype] = case
     return highest
+
+
+class Block:
+    """What one block of a step saves for backward, and the gradients that it produces."""
+
+    def __init__(self, case: Accounted, saved: Sequence[SavedTensor], model: ModelConfig) -> None:
+        self.case, self.count = case, model.n_layers
+        self.saved = sorted(saved, key=lambda one: -one.times * one.bytes)
+        self.saved_bytes = sum(one.times * one.bytes for one in saved)
+        counted = cost.parameters(model)
+        # The norm at the end belongs to no block.
+        in_blocks = counted.attention + counted.feed_forward + counted.norms - model.d_model
+        self.parameters, self.model_parameters = in_blocks // model.n_layers, counted.total
+        self.gradient_width = (
+            cost.gradient_bytes(model, precision(case.workload.dtype)) // counted.total
+        )
+
+    @classmethod
+    def of(cls, case: Accounted) -> Block | None:
+        """None for a user's model, and for a step that recomputes or saves nothing by block."""
+        saved = [one for one in case.saved if one.module.startswith("blocks.0.")]
+        model = case.workload.shape
+        if model is None or not saved or not case.kept or case.workload.checkpoint != NONE:
+            return None
+        return cls(case, saved, model)
+
+    @property
+    def all_saved(self) -> int:
+        """Bytes that the whole step saves for backward."""
+        outside = sum(
+            one.times * one.bytes
+            for one in self.case.saved
+            if not one.module.startswith("blocks.0.")
+        )
+        return self.saved_bytes * self.count + outside
+
+    @property
+    def change(self) -> int | None:
+        """Growth of the memory in use over one block of the backward pass; None where it was not
+        recorded."""
+        moments = self.case.record.attachment("gradients", GradientMoments) or ()
+        live = {one.parameter: one.live for one in moments}
+        for name, after in live.items():
+            before = live.get(name.replace("blocks.0.", "blocks.1.", 1))
+            if name.startswith("blocks.0.") and before is not None:
+                return after - before
+        return None
+
+    @property
+    def all_gradients(self) -> int | None:
+        """Bytes of all gradients at the end of the backward pass."""
+        end = next((end for end in self.case.ends if end.phase == "backward"), None)
+        return None if end is None else end.lines.get(GRADIENTS)

@@ -27,6 +27,7 @@ from stepscope.report.format import bytes_
 from stepscope.report.tables import col, cols, failed_table, table
 from stepscope.studies.base import Result
 from stepscope.studies.identity import step_columns
+from stepscope.studies.memory.answers import block_table
 from stepscope.studies.memory.cases import MemoryCase
 from stepscope.studies.memory.findings import memory_findings
 from stepscope.studies.memory.rows import (
@@ -76,6 +77,7 @@ def view(results: Sequence[Result[MemoryCase]]) -> tuple[Block, ...]:
             *_driver_table(cases),
             _regimes_table(cases),
             saved_table(lead),
+            *block_table(lead),
             *published_tables("memory", [*_mine(cases)]),
         ]
     if lost:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from stepscope.analysis.effects import quotient
 from stepscope.analysis.limits import achieved_flops, median_ms, mfu, step_ms
 from stepscope.report.blocks import Block, Finding, Table
-from stepscope.report.format import bytes_, duration, number
+from stepscope.report.format import bytes_, duration
 from stepscope.report.tables import col, failed_table, interval, table
 from stepscope.studies.base import Result
 from stepscope.studies.own.cases import AS_IS, STUDY_NAME, OwnCase, OwnStep
@@ -15,6 +16,7 @@ from stepscope.studies.program.rows import ProgramRecord, resting_on
 from stepscope.studies.program.view import account_blocks, trace_parts
 from stepscope.studies.program.waterfall import waterfall_blocks
 from stepscope.studies.trace.findings import trace_findings
+from stepscope.studies.views.builders import bracketed
 from stepscope.studies.views.energy import energy_finding
 
 Own = Result[OwnCase]
@@ -56,7 +58,8 @@ def _changes(done: Sequence[Own]) -> Iterator[Finding]:
             continue
         (setting,) = differ
         value, base_value = getattr(other.case, setting), getattr(first.case, setting)
-        speedup = before.median / after.median * other.case.batch / first.case.batch
+        gain = quotient(before, after).times(other.case.batch / first.case.batch)
+        speedup = gain.value
         peaks = [result.record.quantity("peak_bytes") for result in (first, other)]
         memory = ""
         if peaks[0] and peaks[1]:
@@ -76,9 +79,9 @@ def _changes(done: Sequence[Own]) -> Iterator[Finding]:
             records=(first.record.id, other.record.id),
             text=f"With {setting} {value} instead of {base_value} a step takes"
             f" {duration(after.median)} instead of {duration(before.median)}:"
-            f" {number(speedup, 3)}× the speed{' per sample' if setting == 'batch' else ''}"
+            f" {bracketed(gain)} the speed{' per sample' if setting == 'batch' else ''}"
             f"{memory}.",
-            tone="good" if speedup > 1 else "info",
+            tone="good" if gain.above else "info",
         )
 
 

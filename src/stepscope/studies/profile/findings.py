@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from stepscope.analysis.conclusions import NOTHING, conclude
+from stepscope.analysis.effects import level
+from stepscope.analysis.verdict import at_most
 from stepscope.errors import some
+from stepscope.records.stats import summarize
 from stepscope.report.blocks import Finding, Value
 from stepscope.report.format import count, duration, number, percent, rate
 from stepscope.studies.profile.rows import (
@@ -115,15 +119,14 @@ def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
                 **_experiments(lead),
             },
             records=ids(limited),
-            text=f"{lead.workload.name}, {lead.workload.mode}: the CPU limits this step; the"
-            f" GPU is idle for {percent(share)} of it, and in the trace nothing was launched in"
-            f" time for {percent(late)}{_issued(lead)}.",
-            conclusion="A lower precision cannot help until there are fewer launches"
-            f"{_proof(lead)}."
-            + (
-                f" The same holds for {some(others, _MAX_NAMES)}, of {len(steps)}."
-                if others
-                else ""
+            text=f"{lead.workload.name}, {lead.workload.mode}: the GPU is idle for"
+            f" {percent(share)} of it, and in the trace nothing was launched in time for"
+            f" {percent(late)}{_issued(lead)}{_proof(lead)}."
+            + (f" Likewise for {some(others, _MAX_NAMES)}, of {len(steps)}." if others else ""),
+            conclusion=conclude(
+                "The CPU limits this step: a lower precision cannot help until there are fewer"
+                " launches.",
+                *lead.host_effects(),
             ),
             tone="warn",
         )
@@ -135,9 +138,12 @@ def _host_limits(steps: Sequence[Traced]) -> Iterator[Finding]:
             code="profile.host-does-not-limit",
             values={"step": lead.workload.name, "others": len(others), **_experiments(lead)},
             records=ids(free),
-            text=f"{lead.workload.name}, {lead.workload.mode}: the CPU does not limit"
-            f" this step{_issued(lead)}{_proof(lead)}."
-            + (f" Nor does it for {some(others, _MAX_NAMES)}." if others else ""),
+            text=f"{lead.workload.name}, {lead.workload.mode}{_issued(lead)}{_proof(lead)}.",
+            conclusion=conclude(
+                "The CPU does not limit this step"
+                + (f", nor {some(others, _MAX_NAMES)}." if others else "."),
+                *(one for step in free for one in step.experiments() if one.shown),
+            ),
         )
 
 
@@ -181,9 +187,12 @@ def _proof(traced: Traced) -> str:
 
 def _agreement(group: Group) -> Iterator[Finding]:
     timer, seen = group.forward.timer_ms("forward"), group.forward.traced_ms("forward")
-    if not timer or not seen:
+    samples = group.forward.timed("forward")
+    if not timer or not seen or samples is None:
         return
     differ = seen / timer - 1
+    # The profiler only slows down: by how much more than the timer's noise?
+    slowed = level(samples, neutral=seen / (1 + AGREES_WITHIN))
     agree = abs(differ) < AGREES_WITHIN
     yield Finding(
         code="profile.timer-agrees" if agree else "profile.timer-differs",
@@ -192,11 +201,14 @@ def _agreement(group: Group) -> Iterator[Finding]:
         text=f"The forward pass of {group.name} takes {duration(timer)} by the timer and"
         f" {duration(seen)} under the profiler ({round(differ * 100):+d} %):"
         f" {'they agree' if agree else 'they do not agree'}.",
-        conclusion=""
-        if agree
-        else "The profiler slows the CPU down for each operator, so quote the timer's time and"
-        " the profile's shares.",
-        tone="good" if agree else "info",
+        conclusion=conclude(
+            "The profiler slows the CPU down for each operator, so quote the timer's time and"
+            " the profile's shares.",
+            slowed,
+        )
+        if slowed.below
+        else NOTHING,
+        tone="info",
     )
 
 
@@ -208,7 +220,7 @@ def _top(group: Group) -> Iterator[Finding]:
     again = ""
     if top.also_first_in_backward is not None:
         same = "is the same" if top.also_first_in_backward else "is a different one"
-        again = f"With the backward pass, the longest {same}."
+        again = f" With the backward pass, the longest {same}."
     yield Finding(
         code="profile.top-kernel",
         values={
@@ -220,14 +232,23 @@ def _top(group: Group) -> Iterator[Finding]:
         },
         records=ids(group.modes.values()),
         text=f"In the forward pass of {group.name}, {top.kernel}{unit} takes the most time:"
-        f" {percent(top.share)}, in {count(top.calls)} calls = {top.story}.",
-        conclusion=again,
+        f" {percent(top.share)}, in {count(top.calls)} calls = {top.story}.{again}",
     )
 
 
 def _others(group: Group) -> Iterator[Finding]:
     full = group.fullest()
-    others = {name: share for name, share, _ in other_kernels(full) if share > _MATTERS}
+    known = list(other_kernels(full))
+    others = {name: share for name, share, _ in known if share > _MATTERS}
+    if known and not others and full.workload.mode == "forward":
+        name, share, _ = known[0]
+        yield Finding(
+            code="profile.other-kernels",
+            values={"step": group.name, name: share},
+            records=ids(full),
+            text=f"Besides matmuls no kernel takes more than {percent(_MATTERS)} of the forward"
+            f" pass of {group.name}; the largest is {name} with {percent(share)}.",
+        )
     if others:
         listed = ", ".join(f"{name} {percent(share)}" for name, share in list(others.items())[:5])
         yield Finding(
@@ -262,26 +283,31 @@ def _softmax(group: Group) -> Iterator[Finding]:
     in_time = core.softmax_ms / core.matmul_ms
     in_flops = core.softmax_flops / core.matmul_flops
     values = {"time": in_time, "flops": in_flops}
-    limit = ""
+    limit, why = "", NOTHING
     ceiling = group.forward.record.ceiling("memory.copy")
     if ceiling is not None:
         least_ms = core.softmax_bytes / ceiling.value * 1e3
         share = least_ms / core.softmax_ms
         values["of_copy_rate"] = share
         limit = (
-            f"Reading and writing every score takes {duration(least_ms)} at the"
+            f" Reading and writing every score takes {duration(least_ms)} at the"
             f" {rate(ceiling.value, 'B/s')} that a copy reaches here"
         )
         if share > 1:
             limit += ", longer than it takes: part of the scores stays in the cache."
         else:
-            by_bytes = ", so it is limited by bytes, not FLOPs" * (share >= _BYTES_SET_THE_TIME)
-            limit += f": {percent(share)} of its time{by_bytes}."
+            limit += f": {percent(at_most(share, ceiling.doubt))} of its time."
+            steps = summarize(group.forward.summary.steps)
+            # The kernels of a step vary as much as the step.
+            effect = level(steps).times(core.softmax_ms / steps.median)
+            slack = effect.against(least_ms / _BYTES_SET_THE_TIME)
+            if slack.below and not ceiling.doubt:
+                why = conclude("It is limited by bytes, not FLOPs.", slack)
     yield Finding(
         code="profile.softmax",
         values={"step": group.name, **values},
         records=ids(group.forward),
         text=f"Inside attention of {group.name} the softmax takes {number(in_time, 2)} times as"
-        f" long as the two matmuls with {percent(in_flops)} of their FLOPs.",
-        conclusion=limit,
+        f" long as the two matmuls with {percent(in_flops)} of their FLOPs.{limit}",
+        conclusion=why,
     )

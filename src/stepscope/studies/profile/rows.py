@@ -6,12 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from stepscope.analysis.effects import Effect, part, quotient
 from stepscope.analysis.kernels.names import CLASSES
 from stepscope.analysis.limits import median_ms
 from stepscope.analysis.trace.summary import Summary, Use
 from stepscope.model.config import precision
 from stepscope.model.cost import parameters
-from stepscope.records.schema import Record
+from stepscope.records.schema import Clock, Record
+from stepscope.records.stats import Summary as Stats
+from stepscope.records.stats import summarize
 from stepscope.studies.base import Result
 from stepscope.studies.profile.cases import ProfileCase
 from stepscope.studies.trace.findings import top_kernels
@@ -37,11 +40,15 @@ class Traced(NamedTuple):
 
     def timer_ms(self, phase: str) -> float | None:
         """Time without the profiler; the step from start to idle by the CPU's clock."""
+        timed = self.timed(phase)
+        return timed.median if timed else None
+
+    def timed(self, phase: str) -> Stats | None:
         if phase == "step":
-            return median_ms(self.record, "step", "host")
+            return self._summary("step", "host")
         if phase == "forward" and self.workload.mode == "forward":
-            return median_ms(self.record, "step")
-        return median_ms(self.record, phase)
+            return self._summary("step")
+        return self._summary(phase)
 
     def traced_ms(self, phase: str) -> float | None:
         return self.summary.wall_ms if phase == "step" else self.summary.phases.get(phase)
@@ -80,24 +87,56 @@ class Traced(NamedTuple):
             and self.experiments_say() is not False
         )
 
-    def experiments_say(self) -> bool | None:
-        """Verdict of fewer launches and of more work per launch; None if neither was run."""
-        graph, larger, times = self.graph_ratio(), self.larger_batch_ratio(), self.larger_batch()
-        votes = [
-            *([] if graph is None else [graph < _GRAPH_HELPS]),
-            *([] if larger is None or times is None else [larger < _BATCH_IS_FREE * times]),
+    def experiments(self) -> list[Effect]:
+        """Fewer launches and more work per launch, each compared with the ratio below which the CPU
+        limits the step; empty if neither was run."""
+        graph, larger, times = self._graph(), self._larger(), self.larger_batch()
+        return [
+            *([] if graph is None else [graph.against(_GRAPH_HELPS)]),
+            *([] if larger is None or times is None else [larger.against(_BATCH_IS_FREE * times)]),
         ]
-        return any(votes) if votes else None
+
+    def experiments_say(self) -> bool | None:
+        """Verdict of the experiments; None if none was run or none shows anything."""
+        shown = [one for one in self.experiments() if one.shown]
+        return any(one.below for one in shown) if shown else None
+
+    def host_effects(self) -> list[Effect]:
+        """What shows that the CPU limits the step: an experiment, or else idle time of the timed
+        step, or else of the traced one."""
+        if proof := [one for one in self.experiments() if one.below]:
+            return proof
+        bare = self._summary("step", "host")
+        if bare is not None:
+            return [part((self.idle_without_profiler or 0.0) * bare.median, bare)]
+        return [part(self.summary.idle_of("CPU"), summarize(self.summary.steps))]
+
+    def _summary(self, name: str, clock: Clock | None = None) -> Stats | None:
+        series = self.record.find(name, clock)
+        return summarize(series.values) if series is not None and series.values else None
+
+    def _graph(self) -> Effect | None:
+        replay = self._summary("graph_replay")
+        phases = ("step",) if self.workload.mode == "forward" else ("forward", "loss", "backward")
+        series = [self.record.find(phase) for phase in phases]
+        sums = [sum(parts) for parts in zip(*(one.values for one in series if one), strict=False)]
+        if replay is None or not all(series) or not sums:
+            return None
+        medians = sum(summarize(one.values).median for one in series if one)
+        return quotient(replay, summarize(sums))._replace(value=replay.median / medians)
+
+    def _larger(self) -> Effect | None:
+        larger, step = self._summary("larger_batch"), self._summary("step")
+        return quotient(larger, step) if larger and step else None
 
     def graph_ratio(self) -> float | None:
         """Time of a graph replay without the optimizer, over the same phases launched eagerly."""
-        replay = median_ms(self.record, "graph_replay")
-        phases = ("step",) if self.workload.mode == "forward" else ("forward", "loss", "backward")
-        parts = [median_ms(self.record, phase) for phase in phases]
-        return _ratio(replay, sum(p for p in parts if p is not None) if all(parts) else None)
+        effect = self._graph()
+        return effect.value if effect else None
 
     def larger_batch_ratio(self) -> float | None:
-        return _ratio(median_ms(self.record, "larger_batch"), median_ms(self.record, "step"))
+        effect = self._larger()
+        return effect.value if effect else None
 
     def larger_batch(self) -> float | None:
         batch = self.record.quantity("larger_batch")
@@ -194,10 +233,6 @@ def _differ_in(first: Workload, second: Workload) -> list[str]:
         for name in Workload.__struct_fields__
         if name != "mode" and getattr(first, name) != getattr(second, name)
     ]
-
-
-def _ratio(above: float | None, below: float | None) -> float | None:
-    return above / below if above is not None and below else None
 
 
 class TopKernel(NamedTuple):

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from stepscope.analysis.kernels.names import CLASSES
+from stepscope.analysis.limits import share_of
+from stepscope.analysis.verdict import Share
 from stepscope.report.blocks import Block, Curve, Figure, Flame, Table, Timeline
 from stepscope.report.format import count, number, percent
 from stepscope.report.tables import Declared, col, failed_table, keep_columns, table
@@ -326,9 +328,9 @@ def _softmax_table(all_groups: Sequence[Group]) -> Iterator[Table]:
     if not rows:
         return
 
-    def of_copy(row: Valued) -> float | None:
-        copy, moved = row.group.fullest().record.ceiling("memory.copy"), row.value.softmax_rate
-        return moved / copy.value if copy and moved else None
+    def of_copy(row: Valued) -> Share | None:
+        copy = row.group.fullest().record.ceiling("memory.copy")
+        return share_of(row.value.softmax_rate or None, copy)
 
     yield table(
         "profile-softmax",

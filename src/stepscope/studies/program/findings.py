@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.analysis.checks import check_record
-from stepscope.analysis.limits import achieved_flops, mfu
+from stepscope.analysis.conclusions import NOTHING, conclude
+from stepscope.analysis.effects import level, part
+from stepscope.analysis.limits import achieved_flops, mfu, step_ms
 from stepscope.analysis.trace.collectives import times_last
+from stepscope.analysis.verdict import AtMost, plain
 from stepscope.records.memory import SAVED
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Finding
@@ -84,23 +87,28 @@ def _time(lead: ProgramRecord) -> Iterator[Finding]:
             "traced_more": more,
         },
         text=text,
-        conclusion=f"Under the profiler it takes {percent(-more)} less: the script's work or the"
-        " machine's load was different in the traced steps."
+        conclusion=conclude(
+            f"Under the profiler it takes {percent(-more)} less: the script's work or the machine's"
+            " load was different in the traced steps.",
+            level(spread).against((1 + more) * spread.median / (1 - TRACED_APART)),
+        )
         if more < -TRACED_APART
-        else "",
+        else NOTHING,
     )
 
 
 def _launches(lead: ProgramRecord) -> Iterator[Finding]:
     idle = lead.host_idle
     if idle is not None and lead.summary is not None and idle < HOST_LIMITS_FROM:
-        launches = round(lead.summary.launches)
+        launches, step = round(lead.summary.launches), summarize(lead.summary.steps)
+        waits = part(idle * step.median, step).against(HOST_LIMITS_FROM * step.median)
         yield Finding(
             code="inspect.not-launch-bound",
             values={"kernels": launches, "host_idle": idle},
-            text=f"This step is not launch-bound: its {count(launches)} kernels are launched in"
-            f" time during {percent(1 - idle)} of it.",
-            tone="good",
+            text=f"The {count(launches)} kernels of a step are launched in time during"
+            f" {percent(1 - idle)} of it.",
+            conclusion=conclude("This step is not launch-bound.", waits),
+            tone="good" if waits.below else "info",
         )
 
 
@@ -171,7 +179,10 @@ def _bursts(lead: ProgramRecord) -> Iterator[Finding]:
         text="The workers of the DataLoader are slower than the step and deliver batches in bursts:"
         f" a step waits between {duration(least)} and {duration(most)}. The step time has the mean"
         " of these waits.",
-        conclusion="More workers, or less work for each sample, make the step faster.",
+        conclusion=conclude(
+            "More workers, or less work for each sample, make the step faster.",
+            level(summarize(waits.values)),
+        ),
         tone="warn",
     )
 
@@ -182,18 +193,21 @@ def _issue(lead: ProgramRecord) -> Iterator[Finding]:
     if not took or lead.step_ms is None:
         return
     parts = ", ".join(f"{phase} {duration(ms)}" for phase, ms in took.items())
-    total = sum(took.values())
+    total, series = sum(took.values()), lead.record.find("step")
     consequence = (
         f"the step takes {lead.step_ms / total:.3g} times that; faster GPU work alone cannot make"
         " the step shorter than the CPU's time"
         if lead.step_ms >= total
-        else f"the step takes no longer ({duration(lead.step_ms)}), so the CPU is the bottleneck"
+        else f"the step takes no longer ({duration(lead.step_ms)})"
     )
+    assert series is not None
+    step = level(summarize(series.values), neutral=total)
     yield Finding(
         code="inspect.issue",
         values={"issue_ms": total, "step_ms": lead.step_ms, **took},
         text=f"The CPU takes {duration(total)} to issue a step to an idle GPU, without the profiler"
         f" ({parts}): {consequence}.",
+        conclusion=conclude("The CPU is the bottleneck.", step) if step.below else NOTHING,
     )
 
 
@@ -287,13 +301,22 @@ def rate_finding(lead: ProgramRecord) -> Iterator[Finding]:
         f" {lead.case.dtype}: {rate(achieved, 'FLOP/s')}"
     )
     share = mfu(lead.record)
+    known = None if share is None else plain(share)
     text += f", {percent(share)} of the ceiling measured here" if share else ""
-    if share and share > 1:
-        text += ", which was therefore measured too low, perhaps on a busy machine"
+    step = step_ms(lead.record)
+    why = NOTHING
+    if known and known > 1 and step is not None:
+        why = conclude(
+            "The ceiling was measured too low, perhaps on a busy machine.",
+            level(step, neutral=known * step.median),
+        )
+    elif isinstance(share, AtMost):
+        text += f", which may be too low: {share.reason}"
     yield Finding(
         code="inspect.rate",
-        values={"flops": flops, "dtype": lead.case.dtype, "achieved": achieved, "mfu": share},
+        values={"flops": flops, "dtype": lead.case.dtype, "achieved": achieved, "mfu": known},
         text=f"{text}.",
+        conclusion=why,
     )
 
 

@@ -8,8 +8,11 @@ from functools import cached_property
 
 import msgspec
 
+from stepscope.analysis.effects import level
 from stepscope.analysis.limits import median_ms
-from stepscope.analysis.trace.collectives import lateness_ms
+from stepscope.analysis.lines.facts import ATTACHMENT as LINES
+from stepscope.analysis.lines.facts import Lines
+from stepscope.analysis.trace.collectives import behind_next_ms, lateness_ms
 from stepscope.analysis.trace.summary import Summary
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
@@ -60,6 +63,11 @@ class ProgramRecord:
         return self.record.attachment("profile", Summary)
 
     @cached_property
+    def lines(self) -> Lines | None:
+        """The lines of the program's own code."""
+        return self.record.attachment(LINES, Lines)
+
+    @cached_property
     def setting(self) -> Setting | None:
         return setting_of(self.record)
 
@@ -88,6 +96,12 @@ class ProgramRecord:
     def _reason(self, *notes: str) -> str:
         """The first of these notes that the record has; empty without any."""
         return next(filter(None, map(self.record.notes.get, notes)), "")
+
+    @property
+    def distributed(self) -> bool:
+        """True if the program ran under torchrun, or in a process group of its own: `advise` cannot
+        start it."""
+        return self.case.ranks > 1 or (self.setting is not None and self.setting.distributed)
 
     @property
     def issue_ms(self) -> dict[str, float]:
@@ -198,7 +212,10 @@ def slowest(ranks: Sequence[ProgramRecord]) -> ProgramRecord | None:
     late = lateness(ranks)
     *_, next_to_last, most = sorted(late.values())
     last = max(ranks, key=lambda watched: late.get(watched.rank, 0.0))
-    return last if most >= _CLEARLY * next_to_last else None
+    behind = behind_next_ms(starts(ranks), last.rank)
+    # The wait for it has to exceed the variation between collectives.
+    is_later = bool(behind) and level(summarize(behind)).above
+    return last if is_later and most >= _CLEARLY * next_to_last else None
 
 
 def starts(ranks: Sequence[ProgramRecord]) -> dict[int, tuple[tuple[int, ...], ...]]:

@@ -10,6 +10,7 @@ from stepscope.report.blocks import Block, Table
 from stepscope.report.tables import col, interval, table
 from stepscope.studies.memory.view import account_table, saved_table, stack_figure
 from stepscope.studies.program.findings import inspected_findings
+from stepscope.studies.program.lines import line_tables
 from stepscope.studies.program.rows import ProgramRecord, lateness, programs
 from stepscope.studies.program.waterfall import waterfall_blocks
 from stepscope.studies.trace.view import (
@@ -36,7 +37,10 @@ def _program(ranks: Sequence[ProgramRecord]) -> tuple[Block, ...]:
     return (
         *blocks,
         *waterfall_blocks(lead, "inspect"),
-        *flame_blocks(lead.summary, lead.account.saved if lead.account else (), "inspect"),
+        *flame_blocks(
+            lead.summary, lead.account.saved if lead.account else (), "inspect", lead.lines
+        ),
+        *line_tables(lead.lines, "inspect"),
         *trace_parts(lead, "inspect"),
         *account_blocks(lead),
     )

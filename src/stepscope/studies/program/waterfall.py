@@ -10,11 +10,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from stepscope.analysis.limits import hardware_limit, matrix_ceiling, mfu
+from msgspec.structs import replace
+
+from stepscope.analysis.conclusions import conclude
+from stepscope.analysis.effects import part
+from stepscope.analysis.limits import hardware_limit, matrix_ceiling, measured_ceilings, mfu
 from stepscope.analysis.power import power_capped
 from stepscope.analysis.trace.steps import LOADING
 from stepscope.analysis.trace.summary import Summary
-from stepscope.analysis.verdict import Limit
+from stepscope.analysis.verdict import FASTER, Limit
+from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Finding, Timeline
 from stepscope.report.format import duration, percent
 from stepscope.studies.program.rows import ProgramRecord, resting_on
@@ -23,7 +28,7 @@ from stepscope.studies.views.figures import bar
 
 _SHOWN_FROM = 0.001
 """Share of the step from which on a part is shown."""
-_FASTER_FROM = 0.01
+FASTER_FROM = 0.01
 """Share of the step from which on a part that is faster than its ideal time is reported."""
 IDLE = "idle: "
 COMMUNICATION = "exposed communication"
@@ -46,10 +51,11 @@ def least_ms(lead: ProgramRecord) -> dict[str, float]:
 def step_limit(lead: ProgramRecord) -> Limit | None:
     """The hardware limit of a step, the same as in the verdict: that of the fastest dtype."""
     record = lead.record
+    ceilings = measured_ceilings(record)
     rates = {
-        ceiling.name.removeprefix(_MATMUL): ceiling.value
-        for ceiling in record.ceilings
-        if ceiling.source == "measured" and ceiling.name.startswith(_MATMUL)
+        name.removeprefix(_MATMUL): ceiling.value
+        for name, ceiling in ceilings.items()
+        if name.startswith(_MATMUL)
     }
     own = matrix_ceiling(record)
     if own is not None and not rates:
@@ -61,6 +67,7 @@ def step_limit(lead: ProgramRecord) -> Limit | None:
         lead.case.dtype,
         rates,
         bandwidth.value if bandwidth is not None and bandwidth.value > 0 else None,
+        doubts={name: ceiling.doubt for name, ceiling in ceilings.items()},
     )
 
 
@@ -73,6 +80,13 @@ class Parts(NamedTuple):
     """Time beyond the ideal, by cause."""
     faster: dict[str, float]
     """Ideal times of the parts that took less than these."""
+
+    def capped(self, limit: Limit) -> Limit:
+        """Return the limit with the times of the parts that took less than their ideal: what a step
+        has done, the hardware can do."""
+        matmul_ms, update_ms = (*self.least.values(), 0.0)[:2]
+        doubt = limit.doubt or (FASTER if self.faster else "")
+        return replace(limit, matmul_ms=matmul_ms, update_ms=update_ms, doubt=doubt)
 
 
 def parts_of(
@@ -102,7 +116,7 @@ def parts_of(
         possible[label] = min(ms, took + rest)
         spent[cause] = max(0.0, took - possible[label])
         rest -= max(0.0, possible[label] - took)
-        if ms - possible[label] >= _FASTER_FROM * step_ms:
+        if ms - possible[label] >= FASTER_FROM * step_ms:
             faster[label] = ms
     return Parts(possible, {**spent, NOT_TRACED: max(0.0, rest)}, faster)
 
@@ -195,17 +209,21 @@ def _meaning(cause: str) -> str:
 
 def _largest(lead: ProgramRecord, parts: Parts, step_ms: float) -> Finding:
     cause, lost = max(parts.beyond.items(), key=lambda item: item[1])
-    total = sum(parts.least.values())
-    limit, own = step_limit(lead), mfu(lead.record)
-    dtype = limit.dtype if limit is not None else lead.case.dtype
+    limit, own, series = step_limit(lead), mfu(lead.record), lead.record.find("step")
+    assert limit is not None
+    assert series is not None
+    limit = parts.capped(limit)
     in_own = "" if own is None else f" MFU in its own dtype, {lead.case.dtype}: {percent(own)}."
     return Finding(
         code="inspect.waterfall",
-        values={"least_ms": total, "step_ms": step_ms, "cause": cause, "lost_ms": lost},
-        text=f"The hardware limit of the step, with {dtype} matmuls, is {duration(total)}:"
-        f" {percent(total / step_ms)} of the {duration(step_ms)} of a step.{in_own}",
-        conclusion=f"The largest part of the rest: {cause}, {duration(lost)}"
-        f" ({percent(lost / step_ms)}).",
+        values={"least_ms": limit.ms, "step_ms": step_ms, "cause": cause, "lost_ms": lost},
+        text=f"The hardware limit of the step, with {limit.dtype} matmuls, is"
+        f" {duration(limit.time)}: {percent(limit.share_of(step_ms))} of the {duration(step_ms)} of"
+        f" a step.{in_own}",
+        conclusion=conclude(
+            f"The largest part of the rest: {cause}, {duration(lost)} ({percent(lost / step_ms)}).",
+            part(lost, summarize(series.values)),
+        ),
     )
 
 

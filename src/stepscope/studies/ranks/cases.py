@@ -14,12 +14,16 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from stepscope.processes import own_command
 from stepscope.studies.base import Bench, Case, CaseSkipped
 
 if TYPE_CHECKING:
     from stepscope.parallel import Crew, Limits
 
-MAX_SECONDS = 540.0
+TIME_S = 420.0
+"""Time after which a case takes no more rounds of samples, below the runner's default timeout."""
+MAX_SECONDS = 86400.0
+"""The runner's --timeout ends a case before."""
 STEP_SECONDS = 180.0
 BEAT_SECONDS = 30.0
 """Longest silence of a rank: loading GPU libraries, or a busy machine, can take seconds."""
@@ -48,7 +52,7 @@ def default_ranks() -> tuple[int, ...]:
 
 def follow() -> NoReturn:
     """Turn this process into a follower of rank 0."""
-    os.execv(sys.executable, [sys.executable, "-m", "stepscope.studies.runner.follower"])
+    os.execv(sys.executable, own_command("stepscope.studies.runner.follower"))
 
 
 @cache

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from stepscope.analysis.conclusions import NOTHING, Conclusion
 from stepscope.records.schema import Record
 from stepscope.records.stats import Summary, summarize
 from stepscope.report.blocks import Finding, Tone, Value
+from stepscope.report.format import number
 from stepscope.report.tables import Declared, col, interval
 from stepscope.studies.base import Result
 from stepscope.studies.ranks.cases import RankedCase
 
 R = TypeVar("R", bound=RankedCase)
+CHECK_STEPS = 3
+"""Steps after which parameters are compared with those of one process."""
+CLOSE = 0.01
+"""Accepted difference as a fraction of the largest change of a parameter in these steps."""
 
 
 class RankedResult(Result[R]):
@@ -49,14 +55,55 @@ class RankedResult(Result[R]):
         summary = self.summary(name, variant)
         return summary.median if summary else None
 
+    def most(self, name: str, variant: str, phase: str = "") -> float | None:
+        """A quantity on the rank with the most."""
+        return max(self.by_rank(name, variant, phase), default=None)
+
+    def by_rank(self, name: str, variant: str, phase: str = "") -> list[float]:
+        """A quantity on each rank; empty if it was not measured."""
+        values = (
+            self.record.quantity(name, variant=variant, phase=phase, rank=rank)
+            for rank in range(self.case.ranks)
+        )
+        return [value for value in values if value is not None]
+
+    def correctness(self, names: Iterable[str]) -> Iterator[Finding]:
+        """Whether the parameters after a few steps are those of one process up to rounding."""
+        record = self.record
+        change, rounding = record.quantity("change"), record.quantity("rounding")
+        off = {name: d for name in names if (d := self.most("difference", name)) is not None}
+        if change is None or rounding is None or not off:
+            return
+        accepted = CLOSE * change + 2 * rounding
+        wrong = [name for name, difference in off.items() if not difference <= accepted]
+        worst = max(off, key=lambda name: off[name])
+        verdict = f": the parameters with {', '.join(wrong)} are wrong." if wrong else "."
+        extent = f"differ by at most {number(off[worst], 2)} ({worst}) from"
+        yield self.finding(
+            "correct",
+            f"after {CHECK_STEPS} steps the parameters {extent if off[worst] else 'are exactly'}"
+            " those of one process on the full batch, which changed by up to"
+            f" {number(change, 2)}{verdict}",
+            {
+                "difference": off[worst],
+                "strategy": worst,
+                "change": change,
+                "accepted": accepted,
+                "wrong": ", ".join(wrong),
+            },
+            tone="warn" if wrong else "good",
+            timed=False,
+        )
+
     def finding(
         self,
         what: str,
         text: str,
         values: Mapping[str, Value],
         *,
-        conclusion: str = "",
+        conclusion: Conclusion = NOTHING,
         tone: Tone = "info",
+        timed: bool = True,
     ) -> Finding:
         """A finding that rests on this record alone."""
         return Finding(
@@ -66,6 +113,7 @@ class RankedResult(Result[R]):
             text=f"{self.title}: {text}",
             conclusion=conclusion,
             tone=tone,
+            timed=timed,
         )
 
 
@@ -98,4 +146,14 @@ def step_column() -> Declared:
         lambda r: interval(r.of.summary("step", r.variant)),
         unit="ms",
         hint="median with its 95 % interval",
+    )
+
+
+def difference_column() -> Declared:
+    """Column of the difference from one process, for rows by variant."""
+    return col(
+        "difference",
+        lambda r: r.of.most("difference", r.variant),
+        "number",
+        hint=f"largest difference of a parameter from one process after {CHECK_STEPS} steps",
     )

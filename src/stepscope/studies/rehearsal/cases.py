@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from stepscope.analysis.rehearsal.cluster import LINKS
+from stepscope.analysis.rehearsal.cluster import LINKS, make_cluster, max_ranks
 from stepscope.errors import UsageError
 from stepscope.studies.flag_checks import check_at_least, check_each, check_known
 from stepscope.studies.training.workload import Workload, WorkloadFlags
@@ -57,6 +57,8 @@ class RehearsalFlags(WorkloadFlags, frozen=True, kw_only=True):
         check_known("link", self.link, LINKS)
         if not (self.ranks and self.link):
             raise UsageError("no cluster to predict", "give --ranks and --link a value")
+        if min(self.ranks) > max(map(max_ranks, self.link)):
+            make_cluster(self.link[0], min(self.ranks))
         check_each("bucket-mb", self.bucket_mb, lambda size: size > 0, "give sizes above 0")
         check_at_least(1, steps=self.steps, rounds=self.rounds)
 

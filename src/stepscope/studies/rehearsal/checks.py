@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from stepscope.analysis.conclusions import NOTHING, Conclusion, conclude, joined
+from stepscope.analysis.effects import Effect, combination
 from stepscope.analysis.links import fit_link
 from stepscope.analysis.rehearsal.channel import MeasuredChannel, measured_channel
 from stepscope.analysis.rehearsal.recording import Recording, recording_of
@@ -25,7 +27,8 @@ class Row(NamedTuple):
     predicted_ms: float
     measured: Summary
     exposed_predicted_ms: float
-    exposed_measured_ms: float
+    exposed_measured_ms: float | None
+    """None if it is below zero."""
 
     @property
     def error(self) -> float:
@@ -38,6 +41,9 @@ class Comparison(NamedTuple):
     channel: MeasuredChannel
     upkeep: Upkeep
     rows: tuple[Row, ...]
+    contention: tuple[Effect, Effect] | None = None
+    """Time that packing takes longer during a reduction, and that the reduction is late, over all
+    sizes, in ms; None if it was not measured."""
 
     @property
     def worst(self) -> Row:
@@ -98,9 +104,12 @@ def compare(
         measured = slowest.get(Sampled("step", name))
         if measured is not None:
             predicted = replay(recording, strategy, channel, size, upkeep)
-            exposed = measured.median - baseline.median
+            # Communication does not make a step faster: less is noise.
+            longer = measured.median - baseline.median
+            exposed = longer if longer >= 0 else None
             rows.append(Row(name, predicted.step_ms, measured, predicted.exposed_ms, exposed))
-    return Comparison(channel, upkeep, tuple(rows)) if rows else None
+    contention = _contention_effects(slowest)
+    return Comparison(channel, upkeep, tuple(rows), contention) if rows else None
 
 
 def _contention(
@@ -121,6 +130,30 @@ def _contention(
     took = sum(packed[key] - issue for key in known)
     later = sum(both[key] - max(alone[key[0]], packed[key]) for key in known)
     return max(1.0, took / work), max(0.0, later / work)
+
+
+def _contention_effects(
+    slowest: Mapping[Sampled, Summary],
+) -> tuple[Effect, Effect] | None:
+    """The numerators of `_contention`, with their intervals."""
+    issue = slowest.get(Sampled("issue"))
+    slowed: list[tuple[float, Summary]] = []
+    late: list[tuple[float, Summary]] = []
+    for what, packed in slowest.items():
+        if what.name != "packed":
+            continue
+        alone, pack, both = (
+            slowest.get(Sampled(name, variant, what.size))
+            for name, variant in (("alone", ""), ("pack", ""), ("beside", what.variant))
+        )
+        if alone is None or pack is None or both is None:
+            continue
+        slowed += [(1.0, packed), (-float(what.variant or 1), pack)]
+        slowed += [(-1.0, issue)] if issue else []
+        late += [(1.0, both), (-1.0, max(alone, packed, key=lambda one: one.median))]
+    if not slowed:
+        return None
+    return combination(*zip(*slowed, strict=True)), combination(*zip(*late, strict=True))
 
 
 def _slowest(series: Iterable[Series]) -> dict[Sampled, Summary]:
@@ -161,17 +194,22 @@ def check_findings(checks: Sequence[Check]) -> Iterator[Finding]:
             f" latency of {duration(line.latency_ms)} per reduction and"
             f" {rate(line.bytes_per_ms * 1e3, 'B/s')} (residual of at most"
             f" {percent(line.residual)}).",
-            conclusion=_contention_words(check.comparison.upkeep),
+            conclusion=_contention_words(check.comparison),
             records=(check.record.id,),
         )
 
 
-def _contention_words(upkeep: Upkeep) -> str:
-    if upkeep.slowed == 1.0 and upkeep.drag == 0.0:
-        return ""
-    return (
-        f"Packing a gradient takes {number(upkeep.slowed, 3)}× as long during a reduction, and"
-        f" every ms of packing delays the reduction by {number(upkeep.drag, 2)} ms."
+def _contention_words(comparison: Comparison) -> Conclusion:
+    upkeep = comparison.upkeep
+    if comparison.contention is None or (upkeep.slowed == 1.0 and upkeep.drag == 0.0):
+        return NOTHING
+    slowed, late = comparison.contention
+    return joined(
+        conclude(
+            f"Packing a gradient takes {number(upkeep.slowed, 3)}× as long during a reduction.",
+            slowed,
+        ),
+        conclude(f"Every ms of packing delays the reduction by {number(upkeep.drag, 2)} ms.", late),
     )
 
 

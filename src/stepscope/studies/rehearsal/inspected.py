@@ -16,7 +16,7 @@ from stepscope.records.schema import Record
 from stepscope.studies.own.cases import STUDY_NAME as OWN
 from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
 from stepscope.studies.program.rows import ProgramRecord
-from stepscope.studies.rehearsal.subject import Subject, device_bytes
+from stepscope.studies.rehearsal.subject import Subject, device_bytes, relative_step
 
 STUDIES = (INSPECTED, OWN)
 _MIN_GRADIENTS = 64
@@ -60,6 +60,7 @@ def inspected_subject(record: Record) -> Subject | None:
         flops_per_s=(record.quantity("flops") or 0.0) / passes * 1e3,
         activation_bytes=_ELEMENT_BYTES,
         trust=trust_of(record),
+        known=relative_step(record),
         memory=_memory(watched, parameters),
         device_bytes=device_bytes(record),
         program=watched.command,

@@ -5,11 +5,13 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,6 +23,8 @@ from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.ddp import measure as ddp
 from stepscope.studies.ddp.cases import ALONE, TORCH
 from stepscope.studies.ranks.cases import patience
+from stepscope.studies.ranks.one_process import subject_of
+from stepscope.studies.ranks.steps import trained_step, turn
 from stepscope.studies.rehearsal.cases import CheckCase, RehearsalCase, Sampled, strategies
 from stepscope.studies.training.factory import make_step
 from stepscope.studies.training.workload import Workload
@@ -240,11 +244,18 @@ def waiting_steps(recording: Recording, bucket_mb: Sequence[float]) -> dict[str,
 
 def computing_steps(world: World, case: CheckCase) -> dict[str, Step]:
     """Strategies that run the recorded model on every rank, each with the recorded batch."""
-    model, fed = ddp.make_model(world, case, case.batch, case.dtype)
+    subject, model = subject_of(world, case, case.batch, case.dtype)
+    subject = subject._replace(model=lambda: copy.deepcopy(model))
+
+    def step_of_turn(wrap: ddp.Wrap) -> float:
+        make = partial(ddp.train, subject, wrap, case.dtype)
+        (phases,) = turn(world, partial(trained_step, world, make, subject.fed), 1)
+        return phases["step"]
+
     return {
-        strategy.name: lambda s=strategy: ddp.one_step(world, s, fed)["step"]  # type: ignore[misc]
-        for strategy in ddp.make_strategies(model, case.dtype, case.bucket_mb)
-        if strategy.name != TORCH
+        name: partial(step_of_turn, wrap)
+        for name, wrap in ddp.strategies(case.bucket_mb).items()
+        if name != TORCH
     }
 
 

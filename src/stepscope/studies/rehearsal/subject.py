@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from stepscope.analysis.limits import median_ms
+from stepscope.analysis.conclusions import NOTHING, Conclusion
+from stepscope.analysis.effects import Effect, exact, level
+from stepscope.analysis.limits import median_ms, step_ms
 from stepscope.analysis.rehearsal.closed_forms import (
     ParallelStrategy,
     largest_tensor,
     parallel_strategies,
 )
-from stepscope.analysis.rehearsal.cluster import NODE, Cluster, make_cluster
+from stepscope.analysis.rehearsal.cluster import NODE, Cluster, make_cluster, max_ranks
 from stepscope.analysis.rehearsal.memory import StepMemory, memory_per_rank
 from stepscope.analysis.rehearsal.recording import Recording, recording_of
 from stepscope.analysis.rehearsal.replay import Replay, Upkeep
@@ -23,9 +24,8 @@ from stepscope.analysis.rehearsal.sweep import (
     BucketSweep,
     Scaling,
     doublings,
-    replay_any,
-    sweep_buckets,
     sweep_ranks,
+    sweep_sizes,
 )
 from stepscope.analysis.trust import trust_of
 from stepscope.model.config import ModelConfig, precision
@@ -63,6 +63,8 @@ class Subject(NamedTuple):
     """Bytes per element of an activation."""
     trust: Trust
     """Of the record."""
+    known: Effect = exact(1.0)
+    """The time of its step relative to the median, with its interval."""
     memory: StepMemory | None = None
     """None if its peak is not known."""
     device_bytes: int | None = None
@@ -75,12 +77,24 @@ class Subject(NamedTuple):
         """Bytes per element of a gradient."""
         return max(gradient.item.element_bytes for gradient in self.recording.gradients)
 
+    def exposed(self, step: Replay) -> Effect:
+        """Share of a predicted step that is not compute, for either end of the interval of the
+        recorded step."""
+        if not step.exposed_ms:
+            return exact(0.0, ABOVE)
+        compute = step.step_ms - step.exposed_ms
+        low, high = (
+            step.exposed_ms / (step.exposed_ms + compute * end) if math.isfinite(end) else 0.0
+            for end in (self.known.high, max(0.0, self.known.low))
+        )
+        return Effect(step.exposed_share, low, high, ABOVE, self.known.sampled)
+
     def finding(
         self,
         what: str,
         text: str,
         values: dict[str, Value],
-        conclusion: str = "",
+        conclusion: Conclusion = NOTHING,
         tone: Tone = "info",
     ) -> Finding:
         """Finding based on the recording."""
@@ -92,6 +106,14 @@ class Subject(NamedTuple):
             conclusion=conclusion,
             tone=tone,
         )
+
+
+def relative_step(record: Record) -> Effect:
+    """Return the step time of a record relative to its median, with its interval."""
+    step = step_ms(record)
+    if step is None or not step.median:
+        return exact(1.0)
+    return level(step).times(1 / step.median)
 
 
 def subject_of(record: Record, workload: Workload) -> Subject | None:
@@ -113,6 +135,7 @@ def subject_of(record: Record, workload: Workload) -> Subject | None:
         flops_per_s=(record.quantity("flops") or 0.0) / passes_ms * 1e3,
         activation_bytes=_BYTES[precision(workload.dtype).compute],
         trust=trust_of(record),
+        known=relative_step(record),
         memory=_predicted_memory(workload, record.environment.device_kind),
         device_bytes=device_bytes(record),
     )
@@ -139,10 +162,12 @@ class Network(NamedTuple):
 
     name: str
     cluster_of: Callable[[int], Cluster]
+    max_ranks: float = math.inf
+    """Most ranks that it can connect."""
 
 
 def preset_network(link: str) -> Network:
-    return Network(link, lambda ranks: make_cluster(link, ranks))
+    return Network(link, lambda ranks: make_cluster(link, ranks), max_ranks(link))
 
 
 class Question(NamedTuple):
@@ -156,6 +181,15 @@ class Question(NamedTuple):
     tensor: int = 0
     """Degree of tensor parallelism within 2-D parallelism; 0 for the size of a node."""
 
+    def ranks_over(self, network: Network) -> tuple[int, ...]:
+        """Numbers of ranks that the network can connect."""
+        return tuple(ranks for ranks in self.ranks if ranks <= network.max_ranks)
+
+    @property
+    def possible(self) -> tuple[Network, ...]:
+        """Networks that can connect at least one of the numbers of ranks."""
+        return tuple(network for network in self.networks if self.ranks_over(network))
+
 
 def rank_memory(subject: Subject, strategy: str, ranks: int, bucket_mb: float) -> float | None:
     """Return the peak memory of a rank in bytes; None if it is not known."""
@@ -166,12 +200,15 @@ def rank_memory(subject: Subject, strategy: str, ranks: int, bucket_mb: float) -
 
 
 class Prediction(NamedTuple):
-    """Predictions for one cluster: all strategies, bucketed ones at the best bucket size."""
+    """Predictions for one cluster: all strategies, each at its best bucket size."""
 
     network: Network
     ranks: int
     buckets: BucketSweep
+    """DDP at every bucket size."""
     steps: dict[str, Replay]
+    bucket_mb: dict[str, float]
+    """Bucket size of each strategy, or size of its units."""
 
     @property
     def label(self) -> str:
@@ -181,15 +218,16 @@ class Prediction(NamedTuple):
 def predict(subject: Subject, question: Question) -> list[Prediction]:
     recording, upkeep = subject.recording, subject.upkeep
     predictions = []
-    for network, ranks in itertools.product(question.networks, question.ranks):
+    clusters = ((one, ranks) for one in question.networks for ranks in question.ranks_over(one))
+    for network, ranks in clusters:
         cluster = network.cluster_of(ranks)
-        channel = cluster.channel("all-reduce")
-        buckets = sweep_buckets(recording, channel, question.bucket_mb, upkeep)
-        steps = {
-            strategy: replay_any(recording, strategy, cluster, buckets.best, upkeep)
-            for strategy in question.strategies
+        sweeps = {
+            strategy: sweep_sizes(recording, strategy, cluster, question.bucket_mb, upkeep)
+            for strategy in dict.fromkeys((*question.strategies, "bucketed"))
         }
-        predictions.append(Prediction(network, ranks, buckets, steps))
+        best = {strategy: sweeps[strategy].best for strategy in question.strategies}
+        steps = {strategy: sweeps[strategy].steps[size] for strategy, size in best.items()}
+        predictions.append(Prediction(network, ranks, sweeps["bucketed"], steps, best))
     return predictions
 
 
@@ -197,7 +235,7 @@ def scaling(subject: Subject, question: Question, network: Network) -> Scaling:
     return sweep_ranks(
         subject.recording,
         network.cluster_of,
-        doublings(max(question.ranks)),
+        doublings(max(question.ranks_over(network))),
         subject.batch,
         question.bucket_mb,
         subject.upkeep,

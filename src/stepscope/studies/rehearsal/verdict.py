@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from stepscope.analysis.advice.rule import WORTH
-from stepscope.analysis.rehearsal.cluster import LINKS, MAX_NVLINK_RANKS
+from stepscope.analysis.parts import COMMUNICATION
+from stepscope.analysis.rehearsal.cluster import LINKS, max_ranks
 from stepscope.analysis.rehearsal.replay import Replay
 from stepscope.analysis.rehearsal.sweep import AS_GOOD
 from stepscope.analysis.verdict import (
-    COMMUNICATION,
     BreakdownPart,
     Estimate,
+    Gain,
     OnCluster,
     RankedChange,
     Verdict,
@@ -70,10 +71,12 @@ def rehearsal_verdict(
 ) -> Verdict | None:
     """The verdict on the longest of these steps, on the most ranks, over the first network that can
     have so many. `words` of the command line are part of the next command."""
-    if not subjects:
+    if not subjects or not question.possible:
         return None
     subject = max(subjects, key=lambda one: one.recording.compute_ms)
-    ranks, network = max(question.ranks), _network(question)
+    network = _network(question)
+    question = question._replace(ranks=question.ranks_over(network))
+    ranks = max(question.ranks)
     chosen = _best(subject, question, network, ranks)
     step, alone_ms = chosen.step, subject.recording.compute_ms
     sweep = scaling(subject, question, network)
@@ -91,7 +94,7 @@ def rehearsal_verdict(
             alone_ms=alone_ms,
             efficiency=alone_ms / step.step_ms,
             exposed_above=question.above,
-            stops_paying_at=sweep.stops_paying(question.above),
+            stops_paying_at=sweep.stops_paying(question.above) if is_good else None,
             memory_bytes=chosen.memory,
             device_bytes=subject.device_bytes,
         ),
@@ -103,13 +106,9 @@ def rehearsal_verdict(
 
 
 def _network(question: Question) -> Network:
-    """The first network that can have so many ranks; the first one if none can."""
-    possible = (one for one in question.networks if _is_possible(one.name, max(question.ranks)))
-    return next(possible, question.networks[0])
-
-
-def _is_possible(link: str, ranks: int) -> bool:
-    return link != "nvlink" or ranks <= MAX_NVLINK_RANKS
+    """The first network that connects the most ranks; otherwise the first that connects any."""
+    possible = (one for one in question.networks if max(question.ranks) <= one.max_ranks)
+    return next(possible, question.possible[0])
 
 
 def _best(subject: Subject, question: Question, network: Network, ranks: int) -> _Chosen:
@@ -124,7 +123,7 @@ def _best(subject: Subject, question: Question, network: Network, ranks: int) ->
 
 
 def _chosen(subject: Subject, prediction: Prediction, strategy: str) -> _Chosen:
-    bucket_mb = prediction.buckets.best
+    bucket_mb = prediction.bucket_mb[strategy]
     memory = rank_memory(subject, strategy, prediction.ranks, bucket_mb)
     return _Chosen(strategy, bucket_mb, prediction.steps[strategy], memory)
 
@@ -162,7 +161,7 @@ def _changes(
             yield _change("strategy", other.words, step_ms - other.step.step_ms, code)
     only = question._replace(strategies=(chosen.strategy,))
     for link in LINKS:
-        if link != network.name and _is_possible(link, ranks):
+        if link != network.name and ranks <= max_ranks(link):
             faster = _best(subject, only, preset_network(link), ranks).step.step_ms
             yield _change(f"link-{link}", f"{link} instead of {network.name}", step_ms - faster)
     larger = subject._replace(
@@ -180,7 +179,8 @@ def _changes(
 
 def _change(code: str, title: str, gain_ms: float, lines: tuple[str, ...] = ()) -> RankedChange:
     return RankedChange(
-        code=code, title=title, gain=_exactly(gain_ms), verified=False, risk="", lines=lines,
+        code=code, title=title, gain=Gain(value=gain_ms, low=gain_ms, high=gain_ms), risk="",
+        lines=lines,
         setting="link" if code.startswith("link") else code,
     )  # fmt: skip
 
@@ -193,11 +193,11 @@ def _exactly(ms: float) -> Estimate:
 def _next(
     subject: Subject, question: Question, network: Network, step: Replay, words: Sequence[str]
 ) -> str:
-    """Rehearse the largest remedy if scaling does not pay; otherwise improve what a rank computes.
-    A network without a preset has no name in a command."""
+    """Rehearse the largest remedy if scaling does not pay; otherwise improve what a rank of the
+    program computes. A network without a preset has no name in a command."""
     if step.exposed_share > question.above and network.name in LINKS:
         cluster = ["--ranks", str(max(question.ranks)), "--link", network.name]
         batch = ["--batch", f"{2 * subject.batch:g}"]
         return shlex.join(["stepscope", "rehearse", *words, *cluster, *batch])
     program = subject.program
-    return f"stepscope advise --verify {program}" if program else "stepscope inspect SCRIPT"
+    return f"stepscope advise --verify {program}" if program else ""

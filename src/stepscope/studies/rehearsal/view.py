@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from stepscope.analysis.conclusions import NOTHING, conclude, joined
 from stepscope.analysis.rehearsal.closed_forms import ParallelStrategy
-from stepscope.analysis.rehearsal.cluster import MAX_NVLINK_RANKS
 from stepscope.analysis.rehearsal.replay import Replay
+from stepscope.analysis.rehearsal.sweep import BUCKETED
 from stepscope.report.blocks import (
     Block,
     Cell,
@@ -16,7 +17,7 @@ from stepscope.report.blocks import (
     Table,
     Timeline,
 )
-from stepscope.report.format import bytes_, count, duration, number, percent, rate
+from stepscope.report.format import bytes_, count, duration, listed, number, percent, rate
 from stepscope.report.tables import Declared, col, failed_table, table
 from stepscope.studies.base import Result, results_of
 from stepscope.studies.rehearsal.cases import CheckCase, RecordingCase, RehearsalCase
@@ -34,8 +35,6 @@ from stepscope.studies.rehearsal.subject import (
 )
 from stepscope.studies.views.figures import curves, lane
 
-BUCKETED = ("bucketed", "sharded", "fsdp")
-
 
 def view(results: Sequence[Result[RehearsalCase]]) -> tuple[Block, ...]:
     subjects, question = recorded_question(results)
@@ -51,8 +50,10 @@ def view(results: Sequence[Result[RehearsalCase]]) -> tuple[Block, ...]:
 
 def subject_blocks(subjects: Sequence[Subject], question: Question) -> list[Block]:
     """Findings, figures and tables of these recordings for a question."""
+    blocks: list[Block] = [*left_out_findings(question)]
+    if not question.possible:
+        return [*map(recorded_finding, subjects), *blocks]
     predicted = [(subject, predict(subject, question)) for subject in subjects]
-    blocks: list[Block] = []
     for subject, predictions in predicted:
         blocks += [
             recorded_finding(subject),
@@ -120,9 +121,10 @@ def bucket_findings(subject: Subject, predictions: Sequence[Prediction]) -> Iter
         ]
         yield subject.finding(
             "best-bucket",
-            f"{subject.name} on {prediction.label}: the best bucket size is {best:g} MiB ({same}"
-            f" within 1 %), with {duration(step.step_ms)} per step, of which"
-            f" {duration(step.exposed_ms)} ({percent(step.exposed_share)}) is not compute.",
+            f"{subject.name} on {prediction.label}, predicted: {duration(step.step_ms)} per step"
+            f" with DDP in buckets of {best:g} MiB, of which {duration(step.exposed_ms)}"
+            f" ({percent(step.exposed_share)}) is not compute."
+            + (f" Other strategies: {', '.join(others)}." if others else ""),
             {
                 "link": prediction.network.name,
                 "ranks": prediction.ranks,
@@ -130,74 +132,91 @@ def bucket_findings(subject: Subject, predictions: Sequence[Prediction]) -> Iter
                 "step_ms": step.step_ms,
                 "exposed_ms": step.exposed_ms,
             },
-            conclusion=f"Other strategies: {', '.join(others)}." if others else "",
+            conclusion=conclude(
+                f"The best bucket size is {best:g} MiB ({same} within 1 %).", subject.known
+            ),
         )
-        if prediction.network.name == "nvlink" and prediction.ranks > MAX_NVLINK_RANKS:
+
+
+def left_out_findings(question: Question) -> Iterator[Finding]:
+    """Clusters that do not exist and are not predicted."""
+    for network in question.networks:
+        if gone := [ranks for ranks in question.ranks if ranks > network.max_ranks]:
             yield Finding(
                 code="rehearsal.no-such-domain",
-                values={"ranks": prediction.ranks, "largest": MAX_NVLINK_RANKS},
-                text=f"No NVLink domain has {prediction.ranks:,} GPUs (the largest has"
-                f" {MAX_NVLINK_RANKS}): that row is a hypothetical ring of NVLink connections.",
-                tone="warn",
+                values={"ranks": max(gone), "largest": network.max_ranks},
+                text=f"No prediction for {' and '.join(f'{n:,}' for n in gone)} ranks over"
+                f" {network.name}: the largest domain has {network.max_ranks:g} GPUs.",
+                timed=False,
             )
 
 
 def scaling_findings(subject: Subject, question: Question) -> Iterator[Finding]:
-    most = max(question.ranks)
-    for network in question.networks if most > 1 else ():
+    for network in question.possible:
+        most = max(question.ranks_over(network))
+        if most == 1:
+            continue
         sweep = scaling(subject, question, network)
         stops, above = sweep.stops_paying(question.above), percent(question.above)
         last = sweep.kept[most].exposed_share
-        text = (
-            f"exposed communication and packing take at most {above} of the step up to"
-            f" {count(most)} ranks ({percent(last)} there)."
+        share = subject.exposed(sweep.kept[stops or most]).against(question.above)
+        pays = conclude(
+            f"They take at most {above} of the step up to {count(most)} ranks."
             if stops is None
-            else f"scaling stops being worthwhile at {count(stops)} ranks: from there on exposed"
-            f" communication and packing take more than {above} of the step ({percent(last)} at"
-            f" {count(most)})."
+            else f"Scaling stops being worthwhile at {count(stops)} ranks: from there on they take"
+            f" more than {above} of the step.",
+            share,
         )
-        shared = ""
+        shared = NOTHING
         if len(sweep.divided) > 1:
             gained = sweep.divided[1].step_ms / sweep.divided[sweep.fastest].step_ms
-            shared = (
+            shared = conclude(
                 "The same batch divided among ranks is not faster than on one rank."
                 if sweep.fastest == 1
                 else f"The same batch divided among ranks is fastest on {count(sweep.fastest)}"
-                f" ranks, {number(gained, 3)} times as fast as on one."
+                f" ranks, {number(gained, 3)} times as fast as on one.",
+                subject.known,
             )
         yield subject.finding(
             "scaling",
-            f"{subject.name} over {network.name}, {_sequences(subject.batch)} per rank: {text}",
+            f"{subject.name} over {network.name}, {_sequences(subject.batch)} per rank, predicted:"
+            f" exposed communication and packing take {percent(last)} of the step at"
+            f" {count(most)} ranks.",
             {
                 "link": network.name,
                 "ranks": most,
                 "stops_paying_at": stops,
                 "exposed_share": last,
-                "fastest_shared": sweep.fastest if shared else None,
+                "fastest_shared": sweep.fastest if len(sweep.divided) > 1 else None,
             },
-            conclusion=shared,
-            tone="info" if stops is None else "warn",
+            conclusion=joined(pays, shared),
+            tone="warn" if stops is not None and share.above else "info",
         )
 
 
 def closed_form_findings(subject: Subject, question: Question) -> Iterator[Finding]:
-    ranks = max(question.ranks)
-    for network in question.networks if ranks > 1 else ():
-        if subject.model is None:
+    for network in question.possible:
+        ranks = max(question.ranks_over(network))
+        if subject.model is None or ranks == 1:
             continue
         context = subject.model.context
         forms = closed_forms(subject, question, network, ranks)
-        bounds = "; ".join(f"{form.name} {_bound(form, context)}" for form in forms)
+        bound = [form for form in forms if _is_bound(form)]
+        bounds = "; ".join(f"{form.name} {_bound(form, context)}" for form in bound)
+        text = f"It is communication-bound: {bounds}." if bound else ""
+        if free := [form.name for form in forms if form not in bound]:
+            text += f" At any batch size, computation hides the communication of {listed(free)}."
         yield subject.finding(
             "communication-bound",
-            f"{subject.name} on {ranks:,} ranks over {network.name} at"
-            f" {rate(subject.flops_per_s, 'FLOP/s')} is communication-bound: {bounds}.",
+            f"{subject.name} on {ranks:,} ranks over {network.name} computes at"
+            f" {rate(subject.flops_per_s, 'FLOP/s')}.",
             {
                 "link": network.name,
                 "ranks": ranks,
                 "flops_per_s": subject.flops_per_s,
                 **{f"{form.name} below": form.bound_below for form in forms},
             },
+            conclusion=conclude(text.strip(), subject.known),
         )
 
 
@@ -205,10 +224,13 @@ def _sequences(batch: float) -> str:
     return "1 sequence" if batch == 1 else f"{batch:g} sequences"
 
 
+def _is_bound(form: ParallelStrategy) -> bool:
+    """True if a batch of one sequence or more is too small to hide the communication."""
+    return form.bound_below is None or form.bound_below > 1
+
+
 def _bound(form: ParallelStrategy, context: int) -> str:
     below = form.bound_below
-    if below is not None and below <= 1:
-        return "at no batch size"
     if below is None:
         return f"at every batch size ({number(form.ratio(1e6), 3)}× the compute time)"
     tokens = count(round(below * context))
@@ -241,9 +263,9 @@ def prediction_table(predicted: Sequence[tuple[Subject, Sequence[Prediction]]]) 
             col("strategy", lambda r: r[2]),
             col(
                 "bucket",
-                lambda r: r[1].buckets.best if r[2] in BUCKETED else None,
+                lambda r: r[1].bucket_mb[r[2]] if r[2] in BUCKETED else None,
                 unit="MiB",
-                hint="best size for bucketed",
+                hint="the best size for the strategy",
             ),
             col("step", lambda r: r[3].step_ms, unit="ms"),
             col(
@@ -272,7 +294,7 @@ def prediction_table(predicted: Sequence[tuple[Subject, Sequence[Prediction]]]) 
 def _memory_column() -> Declared:
     return col(
         "memory per rank",
-        lambda r: rank_memory(r[0], r[2], r[1].ranks, r[1].buckets.best),
+        lambda r: rank_memory(r[0], r[2], r[1].ranks, r[1].bucket_mb[r[2]]),
         "bytes",
         hint="peak of one rank, from that of the recorded step (built-in models: predicted)",
     )
@@ -300,7 +322,7 @@ def closed_form_table(subjects: Sequence[Subject], question: Question) -> Table:
             (subject, network.name, ranks, form)
             for subject in subjects
             for network in question.networks
-            for ranks in question.ranks
+            for ranks in question.ranks_over(network)
             if ranks > 1
             for form in closed_forms(subject, question, network, ranks)
         ],
@@ -328,7 +350,6 @@ def closed_form_table(subjects: Sequence[Subject], question: Question) -> Table:
 
 def bucket_figure(subject: Subject, predictions: Sequence[Prediction]) -> Figure:
     """Step time by bucket size on the largest clusters, where the size matters most."""
-    most = max(prediction.ranks for prediction in predictions)
     return Figure(
         name=f"rehearsal-buckets-{subject.case}",
         title=f"Step time by bucket size: {subject.name}",
@@ -337,8 +358,7 @@ def bucket_figure(subject: Subject, predictions: Sequence[Prediction]) -> Figure
                 prediction.label: {
                     mb: step.step_ms for mb, step in prediction.buckets.steps.items()
                 }
-                for prediction in predictions
-                if prediction.ranks == most
+                for prediction in _largest(predictions)
             }
         ),
         x_label="bucket size, MiB",
@@ -352,7 +372,7 @@ def bucket_figure(subject: Subject, predictions: Sequence[Prediction]) -> Figure
 def rank_figures(subject: Subject, question: Question) -> Iterator[Figure]:
     if max(question.ranks) == 1:
         return
-    sweeps = {network.name: scaling(subject, question, network) for network in question.networks}
+    sweeps = {network.name: scaling(subject, question, network) for network in question.possible}
     yield _rank_figure(
         subject,
         "kept",

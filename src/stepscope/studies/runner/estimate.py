@@ -66,11 +66,10 @@ class TimeLeft:
 
     def seconds(self) -> float | None:
         """Expected time of the remaining cases; None if nothing is known about one of them."""
-        expected = {key: self._expected(key) for key in (*self._left, *self._took)}
-        pace = self._pace(expected)
+        pace = self.pace()
         total = 0.0
         for key in self._left:
-            one = expected[key]
+            one = self._expected(key)
             seconds = one * pace if one is not None else self._like(key[0])
             if seconds is None:
                 return None
@@ -87,9 +86,9 @@ class TimeLeft:
             return self._costs.per_case_s
         return known.get(key[1], statistics.fmean(known.values()))
 
-    def _pace(self, expected: Mapping[Key, float | None]) -> float:
+    def pace(self) -> float:
         """Measured over expected time of the finished cases."""
-        both = [(took, one) for key, took in self._took.items() if (one := expected[key])]
+        both = [(took, one) for key, took in self._took.items() if (one := self._expected(key))]
         predicted = sum(one for _, one in both)
         return sum(took for took, _ in both) / predicted if predicted > 0 else 1.0
 

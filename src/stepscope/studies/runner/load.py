@@ -16,12 +16,22 @@ _NOT_WORK = ("idle", "iowait", "guest", "guest_nice")
 """Guest time is already part of `user`."""
 
 
+class OtherWork:
+    """Cores used by processes other than this one and its children since it was created."""
+
+    def __init__(self) -> None:
+        self._before, self._begun = _used_s(), time.monotonic()
+
+    def cores(self) -> float:
+        elapsed = time.monotonic() - self._begun
+        return max(0.0, _used_s() - self._before) / max(elapsed, 1e-3)
+
+
 def other_work(seconds: float) -> float:
-    """Cores used by processes other than this one and its children, averaged over `seconds`."""
-    before, begun = _used_s(), time.monotonic()
+    """Cores used by other processes, averaged over `seconds`."""
+    since = OtherWork()
     time.sleep(seconds)
-    after, elapsed = _used_s(), time.monotonic() - begun
-    return max(0.0, after - before) / elapsed
+    return since.cores()
 
 
 def _used_s() -> float:
@@ -36,8 +46,9 @@ def _own_s() -> float:
     total = 0.0
     for process in (this, *this.children(recursive=True)):
         with suppress(psutil.Error):
+            # With the time of children that have ended.
             times = process.cpu_times()
-            total += times.user + times.system
+            total += times.user + times.system + times.children_user + times.children_system
     return total
 
 

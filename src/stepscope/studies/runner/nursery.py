@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from stepscope.processes import own_command
 from stepscope.studies.registry import viewables
 from stepscope.studies.runner.descendants import WORKER, new_tag, tagged
 
@@ -60,13 +61,7 @@ class Nursery:
         self._line.settimeout(_PATIENCE_S)
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "stepscope.studies.runner.nursery",
-                    device,
-                    str(theirs.fileno()),
-                ],
+                own_command("stepscope.studies.runner.nursery", device, str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

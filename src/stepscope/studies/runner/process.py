@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from stepscope.errors import StepscopeError, UsageError, in_one_line
+from stepscope.processes import own_command, signal_name
 from stepscope.records.schema import Ceiling
 from stepscope.studies.runner import protocol
 from stepscope.studies.runner.descendants import WORKER, end_tagged, new_tag, tagged
@@ -144,7 +144,7 @@ class WorkerProcess:
         if code == -signal.SIGKILL:
             return "the worker was killed by SIGKILL; the host may have run out of memory"
         if code < 0:
-            return f"the worker died of {signal.Signals(-code).name}"
+            return f"the worker died of {signal_name(-code)}"
         return f"the worker ended with exit code {code}: {self._last_error_line()}"
 
     def _last_error_line(self) -> str:
@@ -225,7 +225,7 @@ def _own_process(device: str, files: Sequence[int], mark: str) -> subprocess.Pop
     stdin, stdout, stderr = files
     # A separate session: Ctrl-C reaches only the runner, which then decides.
     return subprocess.Popen(
-        [sys.executable, "-m", "stepscope.studies.runner.worker", device],
+        own_command("stepscope.studies.runner.worker", device),
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,

@@ -150,8 +150,10 @@ class Runner:
         new_ceilings: bool = False,
         within_s: float | None = None,
         wait_s: float = 0.0,
+        with_ceilings: bool = True,
     ) -> None:
-        """Measure every case that has no record yet. `within_s` limits each of them in addition to
+        """Measure every case that has no record yet, with this machine's ceilings in the records
+        unless `with_ceilings` is False. `within_s` limits each of them in addition to
         the timeout, if less time than that is left.
 
         Up to `wait_s` seconds in total are spent waiting for other work on the machine to end, and
@@ -168,7 +170,9 @@ class Runner:
                 # Before the ceilings as well: they are stored for later runs.
                 if wait is not None:
                     wait.until_quiet(observer.waiting)
-                ceilings = self._worker.ceilings(observer.calibrating, again=new_ceilings)
+                ceilings: tuple[Ceiling, ...] = ()
+                if with_ceilings:
+                    ceilings = self._worker.ceilings(observer.calibrating, again=new_ceilings)
                 self._used = True
             for case in pending:
                 observer.case_started(case)
@@ -230,7 +234,7 @@ class Runner:
     ) -> Record:
         missing = next((need for need in case.needs if need in self.lacks), None)
         if missing is None and (
-            self._lost or (self._used and find_measurable(case.study).fresh_process)
+            self._lost or (self._used and find_measurable(case.study).needs_fresh(case.config))
         ):
             self._replace_worker()
         environment, started, clock = self.environment, now(), time.monotonic()

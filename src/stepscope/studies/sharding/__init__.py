@@ -2,19 +2,19 @@
 
     stepscope run sharding --size small --context 128 --ranks 2
 
-Each strategy first runs alone, and the bytes of its tensors are counted by kind; then all
-strategies run interleaved.
+Each strategy first runs a few steps, in which the bytes of its tensors are counted by kind and its
+parameters are compared with those of one process; then all strategies run interleaved, with one in
+memory at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 from stepscope.records.schema import Environment
-from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.studies.base import Study
 from stepscope.studies.ranks.subject import RankedStep
-from stepscope.studies.sharding.cases import STRATEGIES, ShardingFlags
+from stepscope.studies.sharding.cases import ShardingFlags
 
 
 class Sharding(Study[ShardingFlags, RankedStep]):
@@ -24,7 +24,6 @@ class Sharding(Study[ShardingFlags, RankedStep]):
     examples = ("stepscope run sharding --size small --ranks 2",)
     flags = ShardingFlags
     case = RankedStep
-    strategies: ClassVar[tuple[str, ...]] = STRATEGIES
 
     def cases(self, flags: ShardingFlags) -> tuple[RankedStep, ...]:
         return tuple(
@@ -32,11 +31,6 @@ class Sharding(Study[ShardingFlags, RankedStep]):
             for subject in flags.subjects((flags.context,))
             for ranks in flags.ranks
         )
-
-    def measure(self, case: RankedStep, bench: Bench) -> Measurement:
-        from stepscope.studies.sharding.measure import measure_case
-
-        return measure_case(self.name, case, bench, self.strategies)
 
     def presets(self, environment: Environment) -> Mapping[str, Sequence[ShardingFlags]]:
         quick = (

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from stepscope.records.stats import ratio_interval
-from stepscope.report.blocks import Block, Figure, Finding, Table, Tone, Value
-from stepscope.report.format import bytes_, number, percent
+from stepscope.analysis.conclusions import NOTHING, conclude, deduced
+from stepscope.analysis.effects import ratio
+from stepscope.report.blocks import Block, Figure, Finding, Table, Value
+from stepscope.report.format import bytes_, percent
 from stepscope.report.tables import Declared, col, cols, table
 from stepscope.studies.base import Result
-from stepscope.studies.ranks.results import RankedResult, step_column, variant_rows
+from stepscope.studies.ranks.results import (
+    RankedResult,
+    difference_column,
+    step_column,
+    variant_rows,
+)
 from stepscope.studies.ranks.subject import RankedStep
 from stepscope.studies.sharding.cases import BROADCAST, SCATTER, STRATEGIES, TORCH, UNSHARDED
+from stepscope.studies.views.builders import bracketed, rated
 from stepscope.studies.views.figures import curves
 from stepscope.studies.views.published import published_tables, ranked_step
 
 KINDS = ("parameters", "gradients", "state")
 AFTER_STEP = "after step"
-STATIONS = ("after model", "after forward", "after backward", AFTER_STEP, "peak")
+STATIONS = (
+    "after model",
+    "after forward",
+    "after backward",
+    AFTER_STEP,
+    "before next step",
+    "peak",
+)
 COUNTERS = ("allocated", "reserved", "driver")
 
 
@@ -30,40 +45,26 @@ class ShardingResult(RankedResult[RankedStep]):
 
     @property
     def title(self) -> str:
-        return f"{self.case.size}, {self.label}"
-
-    def sizes(self, strategy: str, kind: str, phase: str = "") -> list[float]:
-        """Bytes of a kind on each rank, after `phase` if given."""
-        values = (
-            self.record.quantity(kind, variant=strategy, phase=phase, rank=rank)
-            for rank in range(self.ranks)
-        )
-        return [value for value in values if value is not None]
-
-    def most(self, strategy: str, kind: str, phase: str = "") -> float | None:
-        """Bytes of a kind on the rank with the most."""
-        return max(self.sizes(strategy, kind, phase), default=None)
+        return f"{self.case.size_name}, {self.label}"
 
     def moved(self, strategy: str) -> float | None:
         """Predicted bytes that a rank sends per step."""
-        size = self.sizes(UNSHARDED, "parameters")
+        size = self.by_rank("parameters", UNSHARDED)
         return moved(strategy, size[0], self.ranks) if size else None
 
     def ratio_finding(
-        self, what: str, strategy: str, baseline: str, words: str, *, rated: bool = False
+        self, what: str, strategy: str, baseline: str, words: str, *, is_rated: bool = False
     ) -> Iterator[Finding]:
         """Step time of a strategy over that of a baseline; `words` has a placeholder for the
-        ratio. If `rated`, the tone says which is faster."""
+        ratio. If `is_rated`, the tone says which is faster."""
         base, own = self.samples("step", baseline), self.samples("step", strategy)
         if base and own:
-            ratio = ratio_interval(base, own)
-            tone: Tone = "good" if ratio.high <= 1 else "warn" if ratio.low > 1 else "info"
+            effect = ratio(base, own)
             yield self.finding(
                 what,
-                words.format(f"{number(ratio.value, 3)}×")
-                + f" [{number(ratio.low, 3)}, {number(ratio.high, 3)}].",
-                {"ratio": ratio.value, "low": ratio.low, "high": ratio.high},
-                tone=tone if rated else "info",
+                f"{words.format(bracketed(effect))}.",
+                {"ratio": effect.value, "low": effect.low, "high": effect.high},
+                tone=rated(effect) if is_rated else "info",
             )
 
 
@@ -101,9 +102,10 @@ def _findings(case: ShardingResult) -> Iterator[Finding]:
         BROADCAST,
         TORCH,
         "a step takes {} the time of torch's ZeroRedundancyOptimizer",
-        rated=True,
+        is_rated=True,
     )
     yield from counter_finding(case, BROADCAST)
+    yield from case.correctness(STRATEGIES)
     yield from refused_findings(case, STRATEGIES)
 
 
@@ -125,7 +127,7 @@ def refused_findings(case: ShardingResult, strategies: Sequence[str]) -> Iterato
 def counter_finding(case: ShardingResult, strategy: str) -> Iterator[Finding]:
     """Memory after a step by three counters, which need not agree."""
     pairs = {
-        counter: [case.most(name, counter, AFTER_STEP) for name in (UNSHARDED, strategy)]
+        counter: [case.most(counter, name, AFTER_STEP) for name in (UNSHARDED, strategy)]
         for counter in COUNTERS
     }
     sizes = {name: (a, b) for name, (a, b) in pairs.items() if a is not None and b is not None}
@@ -143,16 +145,19 @@ def counter_finding(case: ShardingResult, strategy: str) -> Iterator[Finding]:
             for name, pair in sizes.items()
             for variant, size in zip((UNSHARDED, strategy), pair, strict=True)
         },
-        conclusion="The driver reports more although less is allocated: its value includes the"
-        " allocator's cache and the libraries, not only memory in use."
+        conclusion=deduced(
+            "The driver reports more although less is allocated: its value includes the allocator's"
+            " cache and the libraries, not only memory in use."
+        )
         if rises["driver"] > 0 > rises["allocated"]
-        else "",
+        else NOTHING,
+        timed=False,
     )
 
 
 def _shares(case: ShardingResult) -> Iterator[Finding]:
-    unsharded, sharded = case.sizes(UNSHARDED, "state"), case.sizes(BROADCAST, "state")
-    if not (unsharded and sharded and case.sizes(UNSHARDED, "parameters")):
+    unsharded, sharded = case.by_rank("state", UNSHARDED), case.by_rank("state", BROADCAST)
+    if not (unsharded and sharded and case.by_rank("parameters", UNSHARDED)):
         return
     equal = unsharded[0] / case.ranks
     off = max(abs(share - equal) for share in sharded) / equal if equal else 0.0
@@ -163,6 +168,7 @@ def _shares(case: ShardingResult) -> Iterator[Finding]:
         " from an equal share.",
         {"whole_bytes": unsharded[0], "most_bytes": max(sharded), "off": off},
         tone="good" if off <= 0.02 else "info",
+        timed=False,
     )
     yield _difference(case)
 
@@ -171,38 +177,40 @@ def _difference(case: ShardingResult) -> Finding:
     """Compare with ZeRO stage 1 in communication, memory and time."""
     sent = {strategy: case.moved(strategy) or 0.0 for strategy in (BROADCAST, SCATTER)}
     values: dict[str, Value] = {f"moved {strategy}": size for strategy, size in sent.items()}
-    measured = ""
+    measured, why = "", NOTHING
     owned, cut = case.samples("step", BROADCAST), case.samples("step", SCATTER)
     if owned and cut:
-        ratio = ratio_interval(owned, cut)
-        values |= {"ratio": ratio.value, "low": ratio.low, "high": ratio.high}
-        words = ", and gloo implements reduce-scatter by all-reduce" * (case.backend == "gloo")
-        measured = (
-            f"Here its step takes {number(ratio.value, 3)}× as long [{number(ratio.low, 3)},"
-            f" {number(ratio.high, 3)}]: its reduction starts after the backward pass, the other's"
-            f" overlaps with it{words}. "
-        )
+        effect = ratio(owned, cut)
+        values |= {"ratio": effect.value, "low": effect.low, "high": effect.high}
+        measured = f" Here its step takes {bracketed(effect)} the time."
+        if effect.above:
+            words = ", and gloo implements reduce-scatter by all-reduce" * (case.backend == "gloo")
+            why = conclude(
+                "It is slower because its reduction starts after the backward pass, while the"
+                f" other's overlaps with it{words}.",
+                effect,
+            )
     return case.finding(
         "stage-1",
         "averaging all gradients and then broadcasting the parameters from their owners sends"
         f" {bytes_(sent[BROADCAST])} per rank and step; ZeRO stage 1 (reduce-scatter, then"
         f" all-gather) sends {bytes_(sent[SCATTER])}, as much as averaging alone, and shards"
-        " element by element.",
+        " element by element. Both store all gradients on every rank: stage 2 shards them too, and"
+        f" stage 3 also shards the parameters.{measured}",
         values,
-        conclusion=f"{measured}Both store all gradients on every rank: stage 2 shards them too, and"
-        " stage 3 also shards the parameters.",
+        conclusion=why,
     )
 
 
 def memory_figure(case: ShardingResult, known: tuple[str, ...]) -> Iterator[Figure]:
-    shown = [strategy for strategy in known if case.sizes(strategy, "state")]
+    shown = [strategy for strategy in known if case.by_rank("state", strategy)]
     if shown and case.ranks > 1:
         yield Figure(
             name=f"{case.record.study}-memory-{case.record.case}",
             title=f"Memory of a rank: {case.title}",
             kind="stacks",
             curves=curves(
-                {kind: {w: (case.most(w, kind) or 0.0) / 2**20 for w in shown} for kind in KINDS}
+                {kind: {w: (case.most(kind, w) or 0.0) / 2**20 for w in shown} for kind in KINDS}
             ),
             x_label="strategy",
             y_label="MiB",
@@ -226,14 +234,14 @@ def strategies_table(
         title,
         variant_rows(known, lambda _: strategies),
         [
-            col("size", lambda r: r.of.case.size, key=True),
+            col("size", lambda r: r.of.case.size_name, key=True),
             col("ranks", lambda r: r.of.ranks, "count", key=True),
             col("strategy", lambda r: r.variant, key=True),
             step_column(),
             *time,
             *cols(
                 KINDS,
-                lambda r, kind: r.of.most(r.variant, kind),
+                lambda r, kind: r.of.most(kind, r.variant),
                 "bytes",
                 hint="on the rank with the most",
             ),
@@ -246,10 +254,11 @@ def strategies_table(
             ),
             col(
                 "sent, counted",
-                lambda r: r.of.most(r.variant, "sent"),
+                lambda r: r.of.most("sent", r.variant),
                 "bytes",
                 hint="from the collectives that were called",
             ),
+            difference_column(),
         ],
         caption=caption,
     )
@@ -268,7 +277,7 @@ def _table(known: Sequence[ShardingResult]) -> Table:
         memory=[
             col(
                 "least state",
-                lambda r: min(r.of.sizes(r.variant, "state"), default=None),
+                lambda r: min(r.of.by_rank("state", r.variant), default=None),
                 "bytes",
                 hint="on the rank with the least",
             )
@@ -296,7 +305,7 @@ def _stages(done: Sequence[ShardingResult]) -> Iterator[Table]:
 
 def _stages_of(case: ShardingResult) -> Iterator[tuple[str, int, dict[str, float], float]]:
     """Yield title, stage, bytes of each kind and bytes sent."""
-    parts = {kind: case.sizes(UNSHARDED, kind) for kind in KINDS}
+    parts = {kind: case.by_rank(kind, UNSHARDED) for kind in KINDS}
     if not all(parts.values()):
         return
     for stage in range(4):
@@ -308,33 +317,71 @@ def _stages_of(case: ShardingResult) -> Iterator[tuple[str, int, dict[str, float
         yield case.title, stage, sizes, messages * (case.ranks - 1) / case.ranks
 
 
+class Station(NamedTuple):
+    """Memory of a rank at one moment of its first steps: tensors, and counters of a GPU."""
+
+    title: str
+    strategy: str
+    phase: str
+    kinds: dict[str, float | None]
+    counters: dict[str, float | None]
+
+    @property
+    def sum(self) -> float | None:
+        sizes = [size for size in self.kinds.values() if size is not None]
+        return sum(sizes) if len(sizes) == len(self.kinds) else None
+
+    @property
+    def is_known(self) -> bool:
+        return any(size is not None for size in (*self.kinds.values(), *self.counters.values()))
+
+
 def station_table(done: Sequence[ShardingResult], strategies: Sequence[str]) -> Iterator[Table]:
-    """Memory counters of a GPU after each phase; the driver's includes all processes."""
+    """Memory after each phase; the driver's counter includes all processes."""
     rows = [
-        (
-            case.title,
-            strategy,
-            station,
-            {name: case.most(strategy, name, station) for name in COUNTERS},
-        )
+        station
         for case in done
         for strategy in strategies
-        for station in STATIONS
-        if any(case.sizes(strategy, counter, station) for counter in COUNTERS)
+        for phase in STATIONS
+        if (station := _station(case, strategy, phase)).is_known
     ]
     if rows:
+        counters = [
+            counter
+            for counter in COUNTERS
+            if any(row.counters[counter] is not None for row in rows)
+        ]
+        on_gpu = (
+            " `reserved` is what the allocator has reserved, in use or not; the driver's value"
+            " includes every process on the GPU with its context and libraries. The peak is that of"
+            " the second step. Each strategy starts with an empty allocator and with libraries"
+            " loaded."
+        )
         yield table(
             f"{done[0].record.study}-stations",
-            "Memory counters of the GPU during a step",
+            "Memory of a rank after initialization, before and after the step",
             rows,
             [
-                col("case", lambda r: r[0]),
-                col("strategy", lambda r: r[1]),
-                col("phase", lambda r: r[2]),
-                *cols(COUNTERS, lambda r, counter: r[3][counter], "bytes"),
+                col("case", lambda r: r.title),
+                col("strategy", lambda r: r.strategy),
+                col("phase", lambda r: r.phase),
+                *cols(KINDS, lambda r, kind: r.kinds[kind], "bytes"),
+                col("sum", lambda r: r.sum, "bytes"),
+                *cols(counters, lambda r, counter: r.counters[counter], "bytes"),
             ],
-            caption="On the rank with the most, during its first step; the peak is that of the"
-            " second step. `reserved` is what the allocator has reserved, in use or not. The"
-            " driver's value includes every process on the GPU with its context and libraries."
-            " Each strategy starts with an empty allocator and with libraries loaded.",
+            caption="On the rank with the most, in its first steps; tensors are without activations"
+            " and buffers. The first step creates the optimizer's state, so before a later one it"
+            f" exists.{on_gpu * bool(counters)}",
         )
+
+
+def _station(case: ShardingResult, strategy: str, phase: str) -> Station:
+    # The bytes of each kind after the first step have no phase.
+    of_kinds = "" if phase == AFTER_STEP else phase
+    return Station(
+        case.title,
+        strategy,
+        phase,
+        {kind: case.most(kind, strategy, of_kinds) for kind in KINDS},
+        {counter: case.most(counter, strategy, phase) for counter in COUNTERS},
+    )

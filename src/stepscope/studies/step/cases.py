@@ -22,6 +22,7 @@ from stepscope.studies.step.ladder import (
     start,
 )
 from stepscope.studies.step.races import ATTENTIONS, MODES, RACES, SCOPES, Racer, race_spec, racers
+from stepscope.studies.training.shape import ShapeFlags
 from stepscope.studies.training.workload import Workload, case_of
 
 Part = Literal["ladder", "loss", "waterfall", "race"]
@@ -30,15 +31,11 @@ _STEADY_S = 1.0
 """Duration of a trial in a race, unless the blocks of its result are shorter."""
 
 
-class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
+class StepFlags(ShapeFlags, frozen=True, kw_only=True):
     """Parameters of the study: ladders by size, context and batch, and races by name."""
 
     part: tuple[Part, ...] = ("ladder", "loss", "waterfall")
     """Parts to run: ladder, loss, waterfall, race (the comparison with torch.compile)."""
-    size: tuple[str, ...] = ("small",)
-    """Model sizes of the ladder and the waterfall."""
-    table: Literal["2025", "2026"] = "2025"
-    """Year of the CS336 assignment that defines the sizes."""
     context: tuple[int, ...] = (512,)
     """Sequence lengths in tokens."""
     batch: tuple[int, ...] = (4,)
@@ -84,10 +81,6 @@ class StepFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Number of distinct words in the training text."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Random seeds; every rung is trained once per seed."""
-    layers: int | None = None
-    """Override the number of layers."""
-    vocab: int | None = None
-    """Override the vocabulary size."""
     warmup: int = 5
     """Warm-up steps before the first sample."""
     steps: int = 10
@@ -205,7 +198,7 @@ def ladder_cases(flags: StepFlags) -> Iterator[LadderCase]:
 
 
 def loss_cases(flags: StepFlags) -> Iterator[LossCase]:
-    first = start(flags.loss_size, flags.table, flags.loss_context, 4, _overrides(flags))
+    first = start(flags.loss_size, flags.table, flags.loss_context, 4, flags.overrides)
     for name in flags.loss_only:
         if name not in flags.loss_rungs:
             raise unknown_name("rung", name, flags.loss_rungs)
@@ -251,12 +244,7 @@ def _case(kind: type[R], step: LadderStep, **effort: Any) -> R:
 
 def _starts(flags: StepFlags) -> Iterator[Workload]:
     for size, context, batch in itertools.product(flags.size, flags.context, flags.batch):
-        yield start(size, flags.table, context, batch, _overrides(flags))
-
-
-def _overrides(flags: StepFlags) -> dict[str, int]:
-    fields = {"n_layers": flags.layers, "vocab": flags.vocab}
-    return {name: value for name, value in fields.items() if value is not None}
+        yield start(size, flags.table, context, batch, flags.overrides)
 
 
 def _effort(flags: StepFlags) -> dict[str, Any]:

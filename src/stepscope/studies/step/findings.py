@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.report.blocks import Finding, Tone, Value
+from stepscope.analysis.conclusions import NOTHING, conclude, deduced
+from stepscope.analysis.effects import quotient
+from stepscope.analysis.verdict import plain
+from stepscope.records.stats import Summary
+from stepscope.report.blocks import Finding, Value
 from stepscope.report.format import counted, duration, number, percent
 from stepscope.studies.step.ladder import START, words
 from stepscope.studies.step.races import SIDES
 from stepscope.studies.step.rows import AGREES_WITHIN, FALLS_BY, Ladder, LossCurve, StepRace
-from stepscope.studies.views.builders import finding, grouped
+from stepscope.studies.views.builders import finding, grouped, rated
 from stepscope.studies.views.energy import at_cap_words
 
 GAINS = 1.01
@@ -21,7 +25,7 @@ def step_findings(
 ) -> Iterator[Finding]:
     for ladder in ladders:
         if ladder.start is not None and len(ladder.climb) > 1:
-            yield _climb(ladder, ladder.start.median)
+            yield _climb(ladder, ladder.start)
             yield from _cpu_bound(ladder)
             yield from _not_measured(ladder)
     yield from _loss(curves)
@@ -32,32 +36,33 @@ def step_findings(
     yield from _no_energy(raced)
 
 
-def _climb(ladder: Ladder, start_ms: float) -> Finding:
-    climb = [(rung, step.median) for rung, step in ladder.climb]
-    best, best_ms = min(climb, key=lambda pair: pair[1])
-    times = start_ms / best_ms
+def _climb(ladder: Ladder, start: Summary) -> Finding:
+    best, best_step = min(ladder.climb, key=lambda pair: pair[1].median)
+    start_ms, best_ms, gain = start.median, best_step.median, quotient(start, best_step)
+    times = gain.value
     values: dict[str, Value] = {"ladder": ladder.name, "start_ms": start_ms}
-    if times < GAINS:
+    if not gain.against(GAINS).above:
         return finding(
             "step.no-gain",
-            f"{ladder.name}: no change is faster than the baseline's {duration(start_ms)}.",
-            [rung for rung, _ in climb],
+            f"{ladder.name}: no gain over the baseline's {duration(start_ms)} is shown.",
+            [rung for rung, _ in ladder.climb],
             values,
         )
-    conclusion = ""
+    conclusion = NOTHING
     if any(rung.case.how == "alone" for rung in ladder.rungs):
         alone = {
-            rung.case.rung: rung.step.median
+            rung.case.rung: rung.step
             for rung in ladder.rungs
             if rung.case.how in ("alone", "first") and rung.step
         }
-        fastest = min(alone, key=alone.__getitem__)
-        gain = start_ms / alone[fastest]
-        values |= {"alone": fastest, "alone_times": gain}
-        conclusion = (
-            "Alone, no change is faster than the baseline."
-            if gain < GAINS
-            else f"The largest single gain is {words(fastest)}: {number(gain, 3)} times."
+        fastest = min(alone, key=lambda rung: alone[rung].median)
+        alone_gain = quotient(start, alone[fastest]).against(GAINS)
+        values |= {"alone": fastest, "alone_times": alone_gain.value}
+        conclusion = conclude(
+            f"The largest single gain is {words(fastest)}: {number(alone_gain.value, 3)} times."
+            if alone_gain.above
+            else "Alone, no change is faster than the baseline.",
+            alone_gain,
         )
     return finding(
         "step.gain",
@@ -77,10 +82,14 @@ def _cpu_bound(ladder: Ladder) -> Iterator[Finding]:
     if bound:
         yield finding(
             "step.host-bound",
-            f"{bound} of {len(known)} rows of {ladder.name} are CPU-bound: in these rows a change"
-            " helps only by saving launches; faster kernels show once the step is a CUDA graph.",
+            f"{bound} of {len(known)} rows of {ladder.name} are CPU-bound.",
             [rung for rung, _ in known],
             {"ladder": ladder.name, "rows": bound, "of": len(known)},
+            conclusion=conclude(
+                "In these rows a change helps only by saving launches; faster kernels show once the"
+                " step is a CUDA graph.",
+                *(host.effect for _, host in known if host.bound),
+            ),
         )
 
 
@@ -113,8 +122,11 @@ def _loss(curves: dict[str, LossCurve]) -> Iterator[Finding]:
             text,
             start.records,
             values,
-            conclusion="That is too little to compare the other rungs: train for more steps.",
+            conclusion=deduced(
+                "That is too little to compare the other rungs: train for more steps."
+            ),
             tone="warn",
+            timed=False,
         )
         return
     deviations = {
@@ -132,6 +144,7 @@ def _loss(curves: dict[str, LossCurve]) -> Iterator[Finding]:
             records,
             {**values, **wrong},
             tone="warn",
+            timed=False,
         )
     elif deviations:
         farthest = max(deviations, key=lambda rung: abs(deviations[rung]))
@@ -143,6 +156,7 @@ def _loss(curves: dict[str, LossCurve]) -> Iterator[Finding]:
             records,
             values | {"rungs": len(deviations), "farthest": farthest, "apart": largest},
             tone="good",
+            timed=False,
         )
 
 
@@ -151,16 +165,14 @@ def _race(race: StepRace) -> Iterator[Finding]:
     ms, baseline_ms = race.step_ms(), race.step_ms("baseline")
     if ratio is None or ms is None or baseline_ms is None or times is None:
         return
-    lead, share = race.lead(), race.mfu()
-    interval = ratio if lead is None else lead.ratio
-    tone: Tone
-    if interval is not None and interval.low <= 1 <= interval.high:
-        tone, code, outcome = "info", "step.race-no-difference", "statistically indistinguishable"
-    elif times >= 1:
-        tone, code = "good", "step.race-faster"
-        outcome = f"Stepscope is {number(times, 3)} times as fast"
+    lead, share, effect = race.lead(), race.mfu(), race.effect()
+    tone = rated(effect, higher_is_better=True)
+    if not effect.shown:
+        code, outcome = "step.race-no-difference", "statistically indistinguishable"
+    elif effect.above:
+        code, outcome = "step.race-faster", f"Stepscope is {number(times, 3)} times as fast"
     else:
-        tone, code = "warn", "step.race-slower"
+        code = "step.race-slower"
         outcome = f"Stepscope takes {number(1 / times, 3)} times as long"
     mfu = f", {percent(share)} MFU ({race.mfu_basis})" if share is not None else ""
     where = "" if lead is None else " in consecutive steps"
@@ -176,7 +188,7 @@ def _race(race: StepRace) -> Iterator[Finding]:
         "baseline_ms": baseline_ms,
         "times": times,
     }
-    values |= {"interleaved": ratio.value, "mfu": share}
+    values |= {"interleaved": ratio.value, "mfu": None if share is None else plain(share)}
     narrow_ms, narrow_times = race.step_ms("low-precision"), race.speedup("low-precision")
     if narrow_ms is not None and narrow_times is not None:
         values |= {"narrow_ms": narrow_ms, "narrow_times": narrow_times}
@@ -218,7 +230,10 @@ def _power_capped(race: StepRace) -> Iterator[Finding]:
     for side, (drawn, lasts_ms) in capped.items():
         values |= {f"{side}_joules": drawn.joules, f"{side}_lasts_ms": lasts_ms}
     for side, (drawn, lasts_ms) in others:
-        text += f" {SIDES[side]} takes {number(drawn.joules, 3)} J: {duration(lasts_ms)}."
+        text += (
+            f" {SIDES[side]} takes {number(drawn.joules, 3)} J: {duration(lasts_ms)} at the limit,"
+            f" {duration(drawn.step_ms)} measured."
+        )
     yield finding("step.power-capped", text, race, values)
 
 

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from stepscope.analysis.limits import HostShare, host_bound, matrix_ceiling, step_ms
+from stepscope.analysis.effects import Effect, interval_of
+from stepscope.analysis.limits import HostShare, host_bound, matrix_ceiling, share_of, step_ms
 from stepscope.analysis.power import Draw, draw
+from stepscope.analysis.verdict import Share
 from stepscope.records.schema import Record
 from stepscope.records.stats import Ratio, Summary, paired_ratio, ratio_interval, summarize
 from stepscope.studies.base import Result, results_of
@@ -228,6 +230,20 @@ class StepRace(NamedTuple):
         baseline, own = self._samples("step", "baseline"), self._samples("step", side)
         return ratio_interval(own, baseline, level=0.95) if baseline and own else None
 
+    def effect(self, side: str = "stepscope") -> Effect:
+        """PyTorch's time over that of a side, with its interval: of consecutive steps if these were
+        measured, otherwise of interleaved samples."""
+        lead, ratio = self.lead(side), self.ratio(side)
+        if lead is not None and lead.ratio is not None:
+            return interval_of(lead.ratio, len(self.blocks(side)))
+        assert ratio is not None
+        effect = interval_of(ratio, len(self._samples("step", side)))
+        if lead is None:
+            return effect
+        # One block of consecutive steps has no interval of its own.
+        low, high = min(effect.low, lead.value), max(effect.high, lead.value)
+        return effect._replace(value=lead.value, low=low, high=high)
+
     def speedup(self, side: str = "stepscope") -> float | None:
         """Speedup in consecutive steps, or in interleaved samples if the former are missing."""
         lead, ratio = self.lead(side), self.ratio(side)
@@ -245,12 +261,12 @@ class StepRace(NamedTuple):
         """The rate that `mfu` is relative to: the peak of the data sheet, else the ceiling."""
         return "data sheet" if matrix_ceiling(self.record, measured=False) else "measured"
 
-    def mfu(self, side: str = "stepscope") -> float | None:
+    def mfu(self, side: str = "stepscope") -> Share | None:
         ms, flops = self.step_ms(side), self.record.quantity("flops")
         rate = matrix_ceiling(self.record, measured=self.mfu_basis == "measured")
-        if ms is None or flops is None or rate is None or ms <= 0:
+        if ms is None or flops is None or ms <= 0:
             return None
-        return flops / (ms * 1e-3) / rate.value
+        return share_of(flops / (ms * 1e-3), rate)
 
     def peak(self, side: str) -> float | None:
         heat = self.heats.get(self.best.get(side, ""))

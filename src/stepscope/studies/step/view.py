@@ -9,6 +9,7 @@ import msgspec
 
 from stepscope.analysis.power import Draw
 from stepscope.analysis.trace.summary import Summary as Trace
+from stepscope.analysis.verdict import Share
 from stepscope.report.blocks import Block, Cell, Curve, Figure, Spread, Table
 from stepscope.report.format import bytes_, number, percent
 from stepscope.report.tables import STATUS, col, failed_table, table
@@ -209,7 +210,7 @@ class SpeedRow(NamedTuple):
     ms: float | None
     consecutive: Cell
     interleaved: Cell
-    mfu: float | None
+    mfu: Share | None
 
 
 def speed_table(raced: Sequence[StepRace]) -> Iterator[Table]:
@@ -349,7 +350,7 @@ def _power_table(raced: Sequence[StepRace]) -> Iterator[Table]:
         ],
         caption="One block of consecutive steps for each side, of 1.5 to 4 s or two steps after"
         " the clock has settled, measured by the device's energy counter, ± one increment. At the"
-        " power cap the step time is the energy per step over the power limit. Reading the counter"
+        " power cap a step takes at least its energy over the power limit. Reading the counter"
         " slows a CPU-bound step.",
     )
 

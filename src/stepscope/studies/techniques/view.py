@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from stepscope.analysis.conclusions import NOTHING, conclude
+from stepscope.analysis.effects import Effect, paired
 from stepscope.records.schema import Quantity, Record
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Figure, Finding, Table, Value
@@ -42,6 +44,14 @@ class TechniqueRow:
     @property
     def gain(self) -> float:
         return self.ms("slow") / self.ms("fast")
+
+    @property
+    def effect(self) -> Effect:
+        """Time of the slow variant over that of the fast one, in interleaved samples."""
+        slow, fast = (self.record.find("step", variant=form) for form in ("slow", "fast"))
+        assert slow is not None
+        assert fast is not None
+        return paired(fast.values, slow.values)
 
     def rate(self, form: str) -> float:
         return (self.record.quantity("work") or 0.0) / (self.ms(form) * 1e-3)
@@ -123,12 +133,14 @@ def view(results: Sequence[Result[TechniqueCase]]) -> tuple[Block, ...]:
 def _finding(row: TechniqueRow) -> Finding:
     slow, fast, gain = row.ms("slow"), row.ms("fast"), row.gain
     times = f"{duration(slow)} vs {duration(fast)}"
-    if gain >= NO_GAIN:
+    effect = row.effect
+    faster = effect.against(NO_GAIN).above
+    if faster:
         text = f"{row.title}: {number(gain, 3)}× faster ({times})"
-    elif gain > 1 / NO_GAIN:
-        text = f"{row.title}: no difference ({times})"
-    else:
+    elif effect.against(1 / NO_GAIN).below:
         text = f"{row.title}: {number(1 / gain, 3)}× slower ({times})"
+    else:
+        text = f"{row.title}: no difference shown ({times})"
     if row.expected is not None:
         text += f"; {number(row.expected, 3)}× predicted from FLOPs and memory traffic"
     much, little = row.saved_bytes("slow"), row.saved_bytes("fast")
@@ -145,8 +157,10 @@ def _finding(row: TechniqueRow) -> Finding:
         f"{text}.",
         row,
         values | {"expected": row.expected},
-        conclusion=f"{capitalized(row.words.hardware)}.",
-        tone="good" if gain >= NO_GAIN or much is not None else "warn",
+        conclusion=conclude(f"{capitalized(row.words.hardware)}.", effect.against(NO_GAIN))
+        if faster
+        else NOTHING,
+        tone="good" if faster else "warn" if much is None else "info",
     )
 
 

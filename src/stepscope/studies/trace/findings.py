@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 import msgspec
 
+from stepscope.analysis.conclusions import conclude
+from stepscope.analysis.effects import part
 from stepscope.analysis.kernels.matmuls import ON_TENSOR_CORES
 from stepscope.analysis.kernels.tensor_cores import is_amd, tensor_core_dtypes
 from stepscope.analysis.trace.summary import Gap, KernelRow, Summary
+from stepscope.records.stats import summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import counted, duration, percent
 from stepscope.studies.views.builders import grouped
@@ -117,9 +120,12 @@ def _idle(summary: Summary, step_ms: float | None) -> Iterator[Finding]:
         yield Finding(
             code="trace.host-limits",
             values={"idle": host, "in_long_gaps": summary.long_host_ms / wall},
-            text=f"The CPU limits this step: for {percent(host)} of it the device has nothing to"
-            " run, because the next kernel was not launched before the previous one ended.",
-            conclusion=_host_remedy(summary, host),
+            text=f"For {percent(host)} of the step the device has nothing to run: the next kernel"
+            " was not launched before the previous one ended.",
+            conclusion=conclude(
+                f"The CPU limits this step. {_host_remedy(summary, host)}",
+                part(host * wall, summarize(summary.steps)),
+            ),
             tone="warn",
         )
     elif host >= _WORTH:
@@ -223,8 +229,11 @@ def _data(summary: Summary, step_ms: float | None, loading_ms: float | None) -> 
             values={"loading_ms": spent, "share": spent / total_ms},
             text=f"The loop spends {duration(spent)} of each step, {percent(spent / total_ms)}, in"
             " its DataLoader.",
-            conclusion="Workers can hide it if cores are free to load ahead; if they compete with"
-            " the step for cores, it may get slower.",
+            conclusion=conclude(
+                "Workers can hide it if cores are free to load ahead; if they compete with the step"
+                " for cores, it may get slower.",
+                part(spent, summarize(summary.steps)),
+            ),
             tone="warn",
         )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stepscope.analysis.conclusions import Conclusion, conclude
+from stepscope.analysis.effects import Effect
 from stepscope.analysis.job.job import CollectiveRow, Job, Straggler
 from stepscope.analysis.trace.summary import LedgerLine
 from stepscope.report.blocks import Block, Curve, Figure, Finding, Table
@@ -29,11 +31,11 @@ def job_blocks(job: Job) -> tuple[Block, ...]:
 
 
 def job_findings(job: Job) -> Iterator[Finding]:
+    yield from _stragglers(job)
+    yield _exposed(job)
+    yield _imbalance(job)
     yield _read(job)
     yield _clocks(job)
-    yield _exposed(job)
-    yield from _stragglers(job)
-    yield _imbalance(job)
     doubtful = [row for row in job.ranks if row.doubt]
     if doubtful:
         yield Finding(
@@ -132,20 +134,25 @@ def _stragglers(job: Job) -> Iterator[Finding]:
             text=f"Rank {one.rank} is a straggler: at {collective_label(one.collective)} it is"
             f" {duration(one.late_ms)} behind the median of the others, and last in"
             f" {percent(one.last_share)} of the steps.",
-            conclusion=_cause(one),
+            conclusion=_cause(one, job.scatter_us / 1e3),
             tone="warn",
         )
 
 
-def _cause(one: Straggler) -> str:
-    if one.work_ms > one.late_ms / 2:
-        return (
-            f"Before it, its device works {duration(one.work_ms)} longer than the others': more"
-            " data, or a slower device."
-        )
-    return (
-        "Before it, its device does not work longer than the others': it is idle, waiting for its"
-        " CPU or its data."
+def _cause(one: Straggler, scatter_ms: float) -> Conclusion:
+    """Compare work and lateness, both known to within the scatter of the clocks."""
+    late, more_work = (
+        Effect(ms, ms - scatter_ms, ms + scatter_ms, neutral=0.0)
+        for ms in (one.late_ms, one.work_ms - one.late_ms / 2)
+    )
+    return conclude(
+        f"Before it, its device works {duration(one.work_ms)} longer than the others': more data,"
+        " or a slower device."
+        if more_work.value > 0
+        else "Before it, its device does not work longer than the others': it is idle, waiting for"
+        " its CPU or its data.",
+        late,
+        more_work,
     )
 
 

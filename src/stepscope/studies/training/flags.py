@@ -9,6 +9,7 @@ import msgspec
 from stepscope.errors import UsageError
 from stepscope.kernels.activation_policy import ALL
 from stepscope.model.checkpointing import NONE
+from stepscope.studies.training.shape import ShapeFlags
 
 Mode = Literal["forward", "forward-backward", "train-step"]
 MODES: tuple[Mode, ...] = ("forward", "forward-backward", "train-step")
@@ -24,14 +25,9 @@ _FOR_ANY_MODEL = ("batch", "dtype", "compile", "optimizer", "compile_mode", "che
 """Flags that apply to a user's model too."""
 
 
-class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
+class WorkloadFlags(ShapeFlags, frozen=True, kw_only=True):
     """A sweep over training steps: every combination of the values is a case."""
 
-    size: tuple[str, ...] = ("small",)
-    """Sizes of the model (`stepscope list sizes`): small, medium, large, xl, 2.7b (2025); 8b, 10b
-    (2026); tiny, mini, midi for a CPU."""
-    table: Literal["2025", "2026"] = "2025"
-    """Year of the CS336 assignment that defines the sizes; xl differs between the years."""
     context: tuple[int, ...] = (512,)
     """Sequence lengths in tokens."""
     batch: tuple[int, ...] = (4,)
@@ -72,16 +68,6 @@ class WorkloadFlags(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: tuple[str, ...] = (NONE,)
     """Activation checkpointing: no; segments of 1, 2, 4, … blocks; nested segments such as 8-1 (8
     blocks, recomputed one by one); nested (halved recursively)."""
-    d_model: int | None = None
-    """Override the width of the model."""
-    d_ff: int | None = None
-    """Override the width of the feed-forward layers."""
-    layers: int | None = None
-    """Override the number of blocks."""
-    heads: int | None = None
-    """Override the number of attention heads."""
-    vocab: int | None = None
-    """Override the vocabulary size."""
     model: str = ""
     """Your own model instead of a size: package.module:function (see `run own --help`)."""
 

@@ -14,7 +14,6 @@ from stepscope.kernels.activation_policy import ALL, check_layer_options, policy
 from stepscope.model import cost
 from stepscope.model.checkpointing import NONE, recomputed_blocks, segment_sizes
 from stepscope.model.config import ModelConfig, precision
-from stepscope.model.sizes import find_size, with_overrides
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Case
 from stepscope.studies.flag_checks import check_at_least, check_known
@@ -30,6 +29,7 @@ from stepscope.studies.training.flags import (
     WorkloadFlags,
 )
 from stepscope.studies.training.model_names import check_dtype, check_name
+from stepscope.studies.training.shape import model_shape, size_key, size_name
 
 __all__ = [
     "COMPILE",
@@ -43,9 +43,6 @@ __all__ = [
     "case_of",
     "workloads",
 ]
-
-_MAX_OVERRIDES = 2
-"""Most overrides that the name of a model lists."""
 
 
 class Workload(Case, frozen=True, kw_only=True):
@@ -119,8 +116,7 @@ class Workload(Case, frozen=True, kw_only=True):
         """The model's configuration; None for a user's model, which must be built to know it."""
         if self.own:
             return None
-        sized = find_size(self.size, self.table)
-        return with_overrides(sized, context=self.context, **self.overrides)
+        return model_shape(self.size, self.table, self.context, self.overrides)
 
     def model(self) -> ModelConfig:
         """The configuration, or an error for a user's model."""
@@ -146,11 +142,10 @@ class Workload(Case, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         """Identity among workloads, the same in every run of the same workload."""
-        changed = "".join(f"+{name}={value}" for name, value in sorted(self.overrides.items()))
         compiled, trains = self.compile != "no", self.mode == "train-step"
         parts = (
             (self.table, self.table != "2025"),
-            (f"{self.size}{changed}", True),
+            (size_key(self.size, self.overrides), True),
             (f"c{self.context}", not self.own),
             (f"b{self.batch}", True),
             (self.dtype, True),
@@ -197,12 +192,7 @@ class Workload(Case, frozen=True, kw_only=True):
 
     @property
     def size_name(self) -> str:
-        """The size with its overrides, or with their number where they are many."""
-        if not self.overrides:
-            return self.size
-        listed = ", ".join(f"{name}={value}" for name, value in self.overrides.items())
-        many = len(self.overrides) > _MAX_OVERRIDES
-        return f"{self.size} ({f'{len(self.overrides)} overrides' if many else listed})"
+        return size_name(self.size, self.overrides)
 
     @property
     def fuses_loss(self) -> bool:
@@ -280,14 +270,6 @@ def case_of(workload: Workload, kind: type[W], flags: object = None, **fields: A
 
 def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workload]:
     """Every combination, small models and short contexts first."""
-    fields = {
-        "d_model": flags.d_model,
-        "d_ff": flags.d_ff,
-        "n_layers": flags.layers,
-        "n_heads": flags.heads,
-        "vocab": flags.vocab,
-    }
-    overrides = {name: value for name, value in fields.items() if value is not None}
     if flags.model:
         flags.refuse_sizes()
     swept = {
@@ -307,7 +289,7 @@ def workloads(flags: WorkloadFlags, modes: tuple[Mode, ...]) -> Iterator[Workloa
         yield Workload(
             **dict(zip(swept, values, strict=True)),  # type: ignore[arg-type]
             table=flags.table,
-            overrides=overrides,
+            overrides=flags.overrides,
             fused=flags.fused,
             fused_projections=flags.fused_projections,
             autotune_gemms=flags.autotune_gemms,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from stepscope.analysis.conclusions import NOTHING, Conclusion
+from stepscope.analysis.effects import Effect
 from stepscope.analysis.limits import host_bound, mfu, step_ms, tokens_per_second
 from stepscope.errors import some
 from stepscope.records.schema import Record
 from stepscope.records.stats import Ratio, Summary
 from stepscope.report.blocks import Curve, Finding, Interval, Tone, Value
+from stepscope.report.format import number
 from stepscope.report.tables import col, interval
 
 T = TypeVar("T")
@@ -46,7 +50,7 @@ def finding(
     rows: Source | Iterable[Source],
     values: Mapping[str, Value],
     *,
-    conclusion: str = "",
+    conclusion: Conclusion = NOTHING,
     tone: Tone = "info",
     timed: bool = True,
 ) -> Finding:
@@ -60,6 +64,21 @@ def finding(
         tone=tone,
         timed=timed,
     )
+
+
+def rated(effect: Effect, *, higher_is_better: bool = False) -> Tone:
+    """The tone of a comparison: neither good nor bad unless the effect is shown."""
+    if not effect.shown:
+        return "info"
+    return "good" if effect.above is higher_is_better else "warn"
+
+
+def bracketed(effect: Effect, digits: int = 3) -> str:
+    """The estimate with its interval: 1.04× [0.98, 1.33]."""
+    if not math.isfinite(effect.low + effect.high):
+        return f"{number(effect.value, digits)}×, from too few samples for an interval"
+    low, high = (number(end, digits) for end in (effect.low, effect.high))
+    return f"{number(effect.value, digits)}× [{low}, {high}]"
 
 
 def failure_findings(

@@ -22,7 +22,11 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
             Column(title="base", kind="number", unit=unit),
             Column(title="new", kind="number", unit=unit),
             *([Column(title="unit")] if len(units) > 1 else []),
-            Column(title="new / base", kind="number", hint="of the medians, 99 % interval"),
+            Column(
+                title="new / base",
+                kind="number",
+                hint="of the medians, 99 % interval; 98 % below 30 samples of one process",
+            ),
             Column(title="change"),
             Column(title="verdict"),
             Column(title="note"),

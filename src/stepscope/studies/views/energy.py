@@ -45,9 +45,10 @@ def at_cap_words(drawn: Draw) -> str:
     clock = _clock_words(drawn.clock_mhz, drawn.highest_mhz)
     return (
         f"at {number(drawn.watts, 3)} of {number(drawn.limit_w or 0.0, 3)} W"
-        f"{f', with its clock at {clock}' if clock else ''}: the duration of consecutive"
-        f" steps is that energy divided by the limit, {duration(drawn.lasts_ms or 0.0)}"
-        f" (± {percent(drawn.resolution / drawn.joules if drawn.joules else 0.0)})"
+        f"{f', with its clock at {clock}' if clock else ''}: at the limit that energy"
+        f" takes {duration(drawn.lasts_ms or 0.0)}"
+        f" (± {percent(drawn.resolution / drawn.joules if drawn.joules else 0.0)}),"
+        f" and consecutive steps took {duration(drawn.step_ms)} each"
     )
 
 
@@ -73,8 +74,6 @@ def capped_finding(
         code="energy.power-capped",
         values={name: cap.clock_mhz for name, cap in capped.items()},
         records=records,
-        text=f"At the power cap: {listed}.",
-        conclusion="At the cap the duration of a step is its energy divided by the power limit:"
-        " matmuls are below peak in part because the clock is lower, and recovering a part shortens"
-        " the step by its energy, not by its time.",
+        text=f"At the power cap: {listed}. At the cap a step takes at least its energy divided by"
+        " the power limit: recovering a part shortens the step by its energy, not by its time.",
     )

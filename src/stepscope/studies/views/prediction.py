@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
+from stepscope.analysis.conclusions import deduced
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit, fits
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction
@@ -134,10 +135,12 @@ def budget_finding(name: str, prediction: Prediction, budget: int) -> Finding:
         code="prediction.does-not-fit",
         values=values | {"change": changes[0].words if changes else None},
         text=f"{name} does not fit into {bytes_(budget)}: {why}",
-        conclusion=f"Smallest change first, with: {listed}."
-        if changes
-        else "No known change fits either; the model alone has"
-        f" {bytes_(prediction.phases[0].allocated)}.",
+        conclusion=deduced(
+            f"Smallest change first, with: {listed}."
+            if changes
+            else "No known change fits either; the model alone has"
+            f" {bytes_(prediction.phases[0].allocated)}."
+        ),
         tone="warn",
         timed=False,
     )

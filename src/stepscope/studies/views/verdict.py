@@ -5,29 +5,38 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
+import msgspec
+
 from stepscope.analysis.ideal import Rates, ideal_ms, operations
-from stepscope.analysis.limits import fastest_dtype, median_ms, mfu, step_rates
-from stepscope.analysis.trace.summary import Summary
-from stepscope.analysis.trust import trust_of
-from stepscope.analysis.verdict import (
+from stepscope.analysis.limits import fastest_dtype, median_ms, mfu, rates_doubt, step_rates
+from stepscope.analysis.parts import (
     COMMUNICATION,
     COPIES,
     IDEAL,
     IDLE,
     MEMORY,
     OPTIMIZER,
+    RECOMPUTATION,
     SLOW_MATMULS,
     UNATTRIBUTED,
+)
+from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.trust import trust_of
+from stepscope.analysis.verdict import (
+    FASTER,
     BreakdownPart,
     Estimate,
     Limit,
+    Share,
     Verdict,
+    at_most,
     parts_of,
 )
-from stepscope.analysis.waterfall import Cause, waterfall
+from stepscope.analysis.waterfall import Cause, Waterfall, waterfall
 from stepscope.model.config import ModelConfig, Precision, precision
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
+from stepscope.studies.training.shape import FIELDS
 from stepscope.studies.training.workload import Workload
 from stepscope.studies.views.waterfall import waterfall_step
 
@@ -37,11 +46,13 @@ _LABELS: dict[Cause, str] = {
     "casts and copies": COPIES,
     "launch gaps": IDLE,
     "optimizer": OPTIMIZER,
-    "recomputation": "recomputation",
+    "recomputation": RECOMPUTATION,
     "communication": COMMUNICATION,
     "unattributed": UNATTRIBUTED,
 }
 _RATES = ("float32", "tf32", "float16", "bfloat16")
+_FASTER_FROM = 0.01
+"""Share of the step from which on parts that are faster than the limit make it doubtful."""
 
 
 def step_verdict(record: Record, workload: Workload, summary: Summary | None) -> Verdict | None:
@@ -62,8 +73,25 @@ def step_verdict(record: Record, workload: Workload, summary: Summary | None) ->
         judged=False,
         trust=trust.level,
         trust_reason=trust.reason,
-        next_command="stepscope inspect SCRIPT",
+        next_command=_next(workload, summary),
     )
+
+
+def _next(workload: Workload, summary: Summary | None) -> str:
+    """Return the command that shows where the time of this step goes, if it was not traced, or
+    else what each change gains."""
+    if workload.own:
+        return f"stepscope advise --model {workload.own} --batch {workload.batch}"
+    flags = {"--size": workload.size, "--context": workload.context, "--batch": workload.batch}
+    if workload.table != "2025":
+        flags["--table"] = workload.table
+    named = {field: flag.replace("_", "-") for flag, field in FIELDS.items()}
+    flags |= {f"--{named[field]}": value for field, value in workload.overrides.items()}
+    study = "step --part ladder"
+    if summary is None:
+        study = f"profile --mode {workload.mode}"
+        flags["--dtype"] = workload.dtype
+    return f"stepscope run {study} {' '.join(f'{flag} {value}' for flag, value in flags.items())}"
 
 
 class _Bound(NamedTuple):
@@ -73,6 +101,7 @@ class _Bound(NamedTuple):
     precision: Precision
     dtype: str
     rates: Rates
+    doubt: str
 
 
 def _bound(record: Record, workload: Workload) -> _Bound | None:
@@ -88,19 +117,20 @@ def _bound(record: Record, workload: Workload) -> _Bound | None:
     if model is None or rates is None:
         return None
     form = own if best == own.compute else precision(best)
-    return _Bound(model, form, f"FP8 and {best}" if rates.fp8 else best, rates)
+    doubt = rates_doubt(record, best, fp8=rates.fp8 is not None)
+    return _Bound(model, form, f"FP8 and {best}" if rates.fp8 else best, rates, doubt)
 
 
 def step_limit(record: Record, workload: Workload) -> Limit | None:
-    """The ideal time of a step, in the fastest dtype that a change could apply."""
+    """The hardware limit of a step, in the fastest dtype that a change could apply."""
     bound = _bound(record, workload)
     return None if bound is None else _limit(bound, workload)
 
 
-def limit_share(record: Record, workload: Workload) -> float | None:
-    """The ideal time of a step as a share of its measured time."""
+def limit_share(record: Record, workload: Workload) -> Share | None:
+    """The hardware limit of a step as a share of its measured time."""
     limit, measured = step_limit(record, workload), median_ms(record, "step")
-    return limit.ms / measured if limit is not None and measured else None
+    return at_most(limit.ms / measured, limit.doubt) if limit is not None and measured else None
 
 
 def _limit(bound: _Bound, workload: Workload) -> Limit:
@@ -109,7 +139,12 @@ def _limit(bound: _Bound, workload: Workload) -> Limit:
     )
     ideal = ideal_ms(listed, bound.rates)
     update = ideal["optimizer"]
-    return Limit(matmul_ms=sum(ideal.values()) - update, update_ms=update, dtype=bound.dtype)
+    return Limit(
+        matmul_ms=sum(ideal.values()) - update,
+        update_ms=update,
+        dtype=bound.dtype,
+        doubt=bound.doubt,
+    )
 
 
 def _limited(
@@ -126,7 +161,23 @@ def _limited(
     timed = median_ms(record, "replay") or step_ms
     water = waterfall(summary, step, bound.rates, timed)
     spent: defaultdict[str, float] = defaultdict(float)
-    spent[IDEAL] = water.ideal_ms - water.faster_ms
+    capped = _capped(limit, water)
+    spent[IDEAL] = capped.ms
     for cause, ms in water.parts.items():
         spent[_LABELS[cause]] += max(0.0, ms)
-    return limit, parts_of(spent)
+    return capped, parts_of(spent)
+
+
+def _capped(limit: Limit, water: Waterfall) -> Limit:
+    """The limit with the times of the parts that are faster than it: what a step has done, the
+    hardware can do."""
+    if water.faster_ms <= 0:
+        return limit
+    update = min(limit.update_ms, max(0.0, limit.update_ms + water.parts["optimizer"]))
+    shows = water.faster_ms >= _FASTER_FROM * water.measured_ms
+    return msgspec.structs.replace(
+        limit,
+        matmul_ms=water.ideal_ms - water.faster_ms - update,
+        update_ms=update,
+        doubt=limit.doubt or (FASTER if shows else ""),
+    )

@@ -6,12 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from stepscope.analysis.limits import median_ms, step_rates
+from stepscope.analysis.conclusions import Conclusion, conclude, joined
+from stepscope.analysis.effects import Effect, part
+from stepscope.analysis.limits import rates_doubt, step_rates
 from stepscope.analysis.power import Capped, power_capped
 from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.verdict import Share, at_most
 from stepscope.analysis.waterfall import CAUSES, Cause, Step, Waterfall, waterfall
 from stepscope.model.config import ModelConfig, Precision, precision
 from stepscope.records.schema import Record
+from stepscope.records.stats import Summary as Stats
+from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Cell, Column, Finding, Table, Timeline
 from stepscope.report.format import duration, number, percent
 from stepscope.report.tables import Declared, col, cols, keep_columns, table
@@ -47,6 +52,14 @@ class StepWaterfall(NamedTuple):
     capped: Capped | None = None
     record: str = ""
     """The id of its record."""
+    step: Stats | None = None
+    """Samples of its measured time; None if only the traced time is known."""
+    doubt: str = ""
+    """Reason why the ideal time may be shorter: a ceiling that was measured too low."""
+
+    def shown(self, ms: float) -> Effect:
+        """A part of the measured time against what is unknown of it."""
+        return part(ms, self.step if self.step else summarize([self.water.measured_ms]))
 
 
 def step_waterfall(record: Record, workload: Workload, summary: Summary) -> StepWaterfall | None:
@@ -60,9 +73,11 @@ def step_waterfall(record: Record, workload: Workload, summary: Summary) -> Step
     if rates is None:
         return None
     step = waterfall_step(workload, model, policy)
-    timed = median_ms(record, "replay") or median_ms(record, "step")
-    water = waterfall(summary, step, rates, timed)
-    return StepWaterfall(workload, water, summary.on_device, power_capped(record), record.id)
+    series = record.find("replay") or record.find("step")
+    timed = summarize(series.values) if series is not None and series.values else None
+    water = waterfall(summary, step, rates, timed.median if timed else None)
+    capped, doubt = power_capped(record), rates_doubt(record, policy.compute, fp8=policy.fp8)
+    return StepWaterfall(workload, water, summary.on_device, capped, record.id, timed, doubt)
 
 
 def waterfall_step(workload: Workload, model: ModelConfig, policy: Precision) -> Step:
@@ -173,7 +188,7 @@ def _times_table(waterfalls: Sequence[StepWaterfall], name: str) -> Table:
         [
             *_STEP,
             col("measured", _taken, unit="ms"),
-            col("ideal", lambda traced: traced.water.ideal_ms, unit="ms"),
+            col("ideal", _ideal_ms, unit="ms"),
             col("ideal / measured", _ideal_share, "percent"),
             *cols(_COLUMNS, lambda traced, title: traced.water.parts[_COLUMNS[title]], unit="ms"),
             col("largest", largest),
@@ -185,8 +200,12 @@ def _times_table(waterfalls: Sequence[StepWaterfall], name: str) -> Table:
     return keep_columns(full_table, _is_informative)
 
 
-def _ideal_share(traced: StepWaterfall) -> float:
-    return traced.water.ideal_ms / traced.water.measured_ms
+def _ideal_ms(traced: StepWaterfall) -> Share:
+    return at_most(traced.water.ideal_ms, traced.doubt)
+
+
+def _ideal_share(traced: StepWaterfall) -> Share:
+    return at_most(traced.water.ideal_ms / traced.water.measured_ms, traced.doubt)
 
 
 def _is_informative(column: Column, cells: tuple[Cell, ...]) -> bool:
@@ -219,37 +238,44 @@ def _finding(traced: StepWaterfall) -> Finding:
         },
         records=(traced.record,) if traced.record else (),
         text=f"{traced.workload.name}: the ideal time of its operations is"
-        f" {duration(water.ideal_ms)}, {percent(_ideal_share(traced))} of the"
-        f" {duration(water.measured_ms)} that it takes.",
-        conclusion=" ".join(_conclusions(traced, faster=faster, scaled=scaled, doubt=doubt)),
+        f" {duration(_ideal_ms(traced))}, {percent(_ideal_share(traced))} of the"
+        f" {duration(water.measured_ms)} that it takes."
+        f"{''.join(_caveats(traced, faster=faster, scaled=scaled, doubt=doubt))}",
+        conclusion=joined(*_conclusions(traced, faster=faster)),
         tone="warn" if doubt or faster or scaled else "info",
     )
 
 
-def _conclusions(
-    traced: StepWaterfall, *, faster: bool, scaled: bool, doubt: bool
-) -> Iterator[str]:
+def _conclusions(traced: StepWaterfall, *, faster: bool) -> Iterator[Conclusion]:
     water = traced.water
     if largest := water.largest():
         cause, ms = largest
-        yield (
+        yield conclude(
             f"The largest recoverable part is {cause}: {duration(ms)},"
-            f" {percent(ms / water.measured_ms)}. What recovers it: {remedy(cause, traced)}."
+            f" {percent(ms / water.measured_ms)}. What recovers it: {remedy(cause, traced)}.",
+            traced.shown(ms),
         )
     if faster:
-        yield (
+        yield conclude(
             f"Some parts are faster than their ideal, by {duration(water.faster_ms)}: the rates"
             " were measured too low, perhaps on a busy machine, so the ideal and the parts beyond"
-            " it exceed the step."
+            " it exceed the step.",
+            traced.shown(water.faster_ms),
         )
+
+
+def _caveats(traced: StepWaterfall, *, faster: bool, scaled: bool, doubt: bool) -> Iterator[str]:
+    water = traced.water
+    if traced.doubt and not faster:
+        yield f" The ideal is an upper bound: {traced.doubt}."
     if scaled:
         yield (
-            f"The traced operations took {number(water.traced_over_timed, 3)} times as long as the"
-            " step did without the profiler and are scaled to it, so read the parts with care."
+            f" The traced operations took {number(water.traced_over_timed, 3)} times as long as the"
+            " step did without the profiler and are scaled to it: read the parts with care."
         )
     if doubt:
         lost = abs(water.parts["unattributed"])
-        yield f"{duration(lost)} have no cause, so read the parts with care."
+        yield f" {duration(lost)} are unattributed: read the parts with care."
 
 
 def remedy(cause: Cause, traced: StepWaterfall) -> str:

@@ -39,10 +39,14 @@ def view(results: Sequence[Result[WarmupCase]]) -> tuple[Block, ...]:
 
 def _findings(processes: Sequence[Process]) -> Iterator[Finding]:
     groups = grouped(processes, lambda process: process.case.name)
+    unlike = _unlike(groups)
     for name, members in groups.items():
         yield _first_step(name, members)
+        # Means of processes that differ anyway say nothing about their warm-up steps.
+        if unlike is None:
+            yield from _few_steps(name, members)
     if processes:
-        yield _unlike(groups) or _needed(processes)
+        yield unlike or _needed(processes)
 
 
 def _first_step(name: str, processes: Sequence[Process]) -> Finding:
@@ -68,6 +72,40 @@ def _first_step(name: str, processes: Sequence[Process]) -> Finding:
         )
     values |= {"step": name, "processes": len(processes)}
     return finding("warmup.first-step", text, processes, values)
+
+
+def _few_steps(name: str, processes: Sequence[Process]) -> Iterator[Finding]:
+    """The mean after few warm-up steps over that after the most, each in a fresh process."""
+    by_warmup = {
+        process.case.warmup: summarize(series.values)
+        for process in processes
+        if (series := process.record.find("step", "host")) is not None and series.values
+    }
+    if len(by_warmup) < 2:
+        return
+    most = max(by_warmup)
+    off = {
+        warmup: summary.mean / by_warmup[most].mean - 1
+        for warmup, summary in sorted(by_warmup.items())
+        if warmup != most
+    }
+    listed = ", ".join(
+        f"{percent(share)} after {counted(warmup, 'warm-up step') if warmup else 'none'}"
+        for warmup, share in off.items()
+    )
+    late = max(process.settling.steps for process in processes)
+    left = late - 2
+    why = (
+        f"After two of them {counted(left, 'step')} of the slowest process would still be unsteady."
+        if left > 0
+        else f"The slowest process is steady after {counted(late, 'step')}."
+    )
+    yield finding(
+        "warmup.few-steps",
+        f"{name}: mean step over that after {most} warm-up steps, minus one: {listed}. {why}",
+        processes,
+        {"step": name} | {f"off after {warmup}": share for warmup, share in off.items()},
+    )
 
 
 def _unlike(groups: dict[str, list[Process]]) -> Finding | None:
@@ -110,11 +148,10 @@ def _needed(processes: Sequence[Process]) -> Finding:
     return finding(
         "warmup.steps-needed",
         f"This machine needs {'at least ' * at_least}{needed} before a step is steady, in the"
-        f" slowest of {len(processes)} fresh processes"
-        f"{'' if at_least else '; more than that changes nothing'}.",
+        f" slowest of {len(processes)} fresh processes.",
         processes,
         {"steps": most, "processes": len(processes), "at_least": at_least},
-        tone="good" if most <= 5 else "warn",
+        tone="info" if most <= 5 else "warn",
     )
 
 

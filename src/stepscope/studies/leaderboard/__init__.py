@@ -1,0 +1,83 @@
+"""The leaderboard test of the 2026 assignment: a full training step of the 8B model.
+
+    stepscope run leaderboard                                     # two GPUs
+    stepscope run leaderboard --ranks 1                           # one GPU, half of the batch
+    stepscope run leaderboard --size tiny --context 64 --device cpu
+
+The full step, AdamW included, at context 32,768 with one sequence on each of two GPUs,
+timed as the handout does: ten seconds of warm-up, then the mean over thirty. The caches of
+torch.compile and Triton are empty folders, and the whole run has ten minutes, counted from
+the start of the ranks. With a smaller model or fewer GPUs the same test runs, and its result says
+what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from stepscope.records.schema import Environment
+from stepscope.studies.base import Study
+from stepscope.studies.leaderboard.cases import LeaderboardCase, LeaderboardFlags
+
+
+class Leaderboard(Study[LeaderboardFlags, LeaderboardCase]):
+    name = "leaderboard"
+    title = "Leaderboard test"
+    question = (
+        "How long is a full training step of the 8B model on two GPUs, and is the run over within"
+        " ten minutes from empty caches?"
+    )
+    examples = (
+        "stepscope run leaderboard",
+        "stepscope run leaderboard --ranks 1",
+        "stepscope run leaderboard --size tiny --context 64 --vocab 512 --seconds 2"
+        " --warmup-seconds 1",
+    )
+    flags = LeaderboardFlags
+    case = LeaderboardCase
+    fresh_process = True
+    no_model = "it times the model of the assignment"
+
+    def cases(self, flags: LeaderboardFlags) -> tuple[LeaderboardCase, ...]:
+        return tuple(
+            LeaderboardCase(
+                size=flags.size,
+                table=flags.table,
+                overrides=flags.overrides,
+                context=flags.context,
+                per_rank=flags.per_rank,
+                ranks=ranks,
+                backend=flags.backend,
+                dtype=flags.dtype,
+                warmup_seconds=flags.warmup_seconds,
+                seconds=flags.seconds,
+            )
+            for ranks in flags.ranks
+        )
+
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[LeaderboardFlags]]:
+        small = LeaderboardFlags(
+            size="tiny",
+            context=64,
+            vocab=512,
+            dtype="float32",
+            warmup_seconds=0.1,
+            seconds=0.5,
+        )
+        if environment.device_kind == "cpu":
+            # The model of the test does not fit into the memory of most machines.
+            return dict.fromkeys(("quick", "seeds", "cs336-2026", "h200", "full"), (small,))
+        quick = LeaderboardFlags(
+            size="small",
+            table="2025",
+            context=2048,
+            ranks=(1,),
+            warmup_seconds=1.0,
+            seconds=3.0,
+        )
+        # On one GPU its share of the batch; the case of two ranks is skipped there.
+        full = LeaderboardFlags(ranks=(1, 2))
+        return {"quick": (quick,)} | dict.fromkeys(("seeds", "cs336-2026", "h200", "full"), (full,))
+
+
+STUDY = Leaderboard()
