@@ -1,0 +1,1 @@
+"""Criteria of implementations that run in one process."""
