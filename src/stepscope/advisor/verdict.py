@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from stepscope.advisor.advise.cases import OF_MODELS, OF_SCRIPTS
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
-from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.given import advice_given
-from stepscope.advisor.advise.outcome import Tried, best_of
-from stepscope.analysis import verdict as verdict_parts
+from stepscope.advisor.advise.outcome import Tried, best_of, undecided, why_none, work_order
+from stepscope.advisor.advise.step import RecordedStep
+from stepscope.analysis import parts as verdict_parts
 from stepscope.analysis.advice.changes import (
     WORTH,
     Advice,
@@ -21,24 +20,30 @@ from stepscope.analysis.advice.changes import (
     afterwards,
     applicable,
     compatible,
-    without_ranks,
 )
 from stepscope.analysis.advice.facts import Facts
+from stepscope.analysis.advice.order import predicted_order
 from stepscope.analysis.advice.pieces import ACCELERATE
-from stepscope.analysis.advice.ranges import gain_range
 from stepscope.analysis.limits import hardware_limit, mfu
+from stepscope.analysis.lines.rules import costly_lines
 from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.trust import trust_of
 from stepscope.analysis.verdict import (
     MAX_CHANGES,
+    MAX_NAMED_LINES,
     BreakdownPart,
     Estimate,
     Evaluations,
+    Gain,
     Limit,
     MemoryChange,
     RankedChange,
+    Share,
+    TrustState,
     Verdict,
+    at_most,
     parts_of,
+    plain,
     ranked,
 )
 from stepscope.errors import StepscopeError
@@ -59,56 +64,82 @@ _LABELS = {
     waterfall.NOT_TRACED: verdict_parts.UNATTRIBUTED,
 }
 """Causes of the waterfall by their names in the verdict."""
+_NAMED_FROM = 0.02
+"""Share of matmuls, attention and convolutions from which each is named."""
 _NOTABLE = 0.1
 """Share of the timed steps from which on validations and rollouts are part of the verdict."""
 
 
-def program_verdict(records: Sequence[Record]) -> Verdict | None:
+def program_verdict(records: Sequence[Record], step: RecordedStep | None = None) -> Verdict | None:
     """The verdict on the recorded program of these records; None where there is none, or where a
-    model was measured in several variants and no trial says which one is meant."""
+    model was measured in several variants and no trial says which one is meant. `step` is that of
+    the first record, if it is known."""
     inspected = [record for record in records if record.study == INSPECTED]
     trials = [Tried(record) for record in records if record.study == TRIALS]
     own = [record for record in records if record.study == OWN]
     if not inspected and (not own or (len(own) > 1 and not trials)):
         return None
-    lead = programs(inspected)[0][0] if inspected else ProgramRecord(own[0])
-    return _verdict(lead, trials)
+    ranks = programs(inspected)[0] if inspected else [ProgramRecord(own[0])]
+    return _verdict(ranks, trials, step or RecordedStep(ranks[0].record))
 
 
-def _verdict(lead: ProgramRecord, trials: Sequence[Tried]) -> Verdict:
+def _trust(ranks: Sequence[ProgramRecord]) -> tuple[TrustState, str]:
+    """The trust in the first rank's times, and whether the recordings of all ranks are complete."""
+    trust = trust_of(ranks[0].record)
+    if not trust.good or ranks[0].record.study != INSPECTED:
+        return trust.level, trust.reason
+    why = next((why for one in ranks if (why := one.incomplete)), "")
+    return ("incomplete", why) if why else (trust.level, trust.reason)
+
+
+def _verdict(
+    ranks: Sequence[ProgramRecord], trials: Sequence[Tried], recorded: RecordedStep
+) -> Verdict:
+    lead = ranks[0]
     record = lead.record
-    trust = trust_of(record)
+    trust, trust_reason = _trust(ranks)
     verdict = Verdict(
         subject=lead.name,
         device=record.environment.device_name,
         step=_step(record),
         mfu=mfu(record),
         dtype=lead.case.dtype,
-        trust=trust.level,
-        trust_reason=trust.reason,
+        trust=trust,
+        trust_reason=trust_reason,
         judged=False,
         evaluations=_evaluations(lead),
+        lines=() if lead.lines is None else costly_lines(lead.lines)[:MAX_NAMED_LINES],
         next_command=_inspect_again(lead),
     )
     try:
-        facts = facts_of(record)
+        facts = recorded.facts
     except StepscopeError:
         return verdict
     assert lead.summary is not None
     limit = hardware_limit(
-        facts.flops, facts.parameters, facts.dtype, facts.rates, facts.bandwidth, facts.lacks
-    )
-    advice = _advice(record, facts)
+        facts.flops, facts.parameters, facts.dtype, facts.rates, facts.bandwidth, facts.lacks,
+        facts.ceiling_doubts,
+    )  # fmt: skip
+    at_ceilings = limit
+    limit, parts = breakdown(lead.summary, facts.step_ms, limit, lead.waited_less_ms)
+    advice = recorded.advice_of_rules
     best = best_of(trials)
     tried = _codes_of(trials)
     untried = [one for one in advice if one.code not in tried]
-    together = best.trial.advice if best is not None else _combination(untried, lead)
-    reachable = _proven(best, facts) if best is not None else _predicted(facts, together)
+    together, reachable = _predicted(recorded, untried)
+    if best is not None:
+        together, reachable = best.trial.advice, best.changed_ms
+    open_question = undecided(trials)
+    known = None
+    if facts.doubt or any(not trust_of(one.record).good for one in trials):
+        known = work_order(trials) or (predicted_order(facts) if facts.doubt else None)
+    next_ = _next(lead, advice, trials, best)
     return replace(
         verdict,
         judged=True,
         dtype=facts.dtype,
-        parts=breakdown(lead.summary, facts.step_ms, limit, lead.waited_less_ms),
+        mfu=_utilization(verdict.mfu, facts, at_ceilings, limit),
+        parts=parts,
         limit=limit,
         reachable_ms=reachable,
         reachable_verified=best is not None,
@@ -117,9 +148,16 @@ def _verdict(lead: ProgramRecord, trials: Sequence[Tried]) -> Verdict:
         peak_bytes=facts.peak_bytes,
         memory_change=_memory_change(facts, advice, together, trials, best),
         changes=_changes(facts, untried, together, trials, best),
-        uncertain=_uncertain(facts, advice, trials),
+        uncertain=_uncertain(facts, untried),
+        order=() if known is None else known.titles,
+        order_by="" if known is None else known.by,
         tried=sum(one.realized is not None for one in trials),
-        next_command=_next(lead, advice, trials, best),
+        not_tried=why_none(trials),
+        undecided=None if open_question is None else _measured_change(open_question),
+        unchanged_ms=_unchanged_ms(trials, best),
+        not_evaluated=tuple(one.title for one in recorded.not_evaluated),
+        next_command=f"{next_} {lead.command}" if next_ else "",
+        next_on_recording=next_ if "--verify" not in next_ else "",
     )
 
 
@@ -135,29 +173,50 @@ def _evaluations(lead: ProgramRecord) -> Evaluations | None:
     return Evaluations(steps=count, timed=count + len(step.values), ms=lead.evaluating_ms)
 
 
+def _utilization(
+    mfu: Share | None, facts: Facts, at_ceilings: Limit | None, capped: Limit | None
+) -> Share | None:
+    """The MFU, as a bound if matmuls of its dtype were faster than their ceiling."""
+    if mfu is None or at_ceilings is None or capped is None or capped.dtype != facts.dtype:
+        return mfu
+    faster = (at_ceilings.matmul_ms - capped.matmul_ms) / facts.step_ms
+    return at_most(plain(mfu), capped.doubt) if faster >= waterfall.FASTER_FROM else mfu
+
+
+def _unchanged_ms(trials: Sequence[Tried], best: Tried | None) -> float | None:
+    """Time of the unchanged step in the best trial, or else in the first one."""
+    return next((one.base_ms for one in (best, *trials) if one is not None and one.base_ms), None)
+
+
 def breakdown(
     summary: Summary, step_ms: float, limit: Limit | None, waited_less_ms: float = 0.0
-) -> tuple[BreakdownPart, ...]:
-    """The parts of the waterfall above the hardware limit, idle time as one part."""
+) -> tuple[Limit | None, tuple[BreakdownPart, ...]]:
+    """The hardware limit, at most what the step took for the same work; and the parts of the
+    waterfall above it, idle time as one part."""
     least = {} if limit is None else {"matmuls": limit.matmul_ms, "update": limit.update_ms}
     parts = waterfall.parts_of(summary, least, step_ms, waited_less_ms)
     spent: defaultdict[str, float] = defaultdict(float)
-    spent[verdict_parts.IDEAL] = sum(parts.least.values())
+    limit = None if limit is None else parts.capped(limit)
+    spent[verdict_parts.IDEAL] = 0.0 if limit is None else limit.ms
     labels = _LABELS if limit is not None else _LABELS | {waterfall.MATMULS: verdict_parts.MATMULS}
+    names = verdict_parts.part_names(matmul_kinds(summary), on_gpu=summary.on_device)
     for cause, ms in parts.beyond.items():
         idle = cause.startswith(waterfall.IDLE)
         spent[verdict_parts.IDLE if idle else labels.get(cause, cause)] += ms
-    return parts_of(spent)
+    return limit, parts_of(spent, names)
 
 
-def _advice(record: Record, facts: Facts) -> Sequence[Advice]:
-    """The advice stored with the record, then what newer rules add to it."""
-    advice = advise(facts)
-    if (given := advice_given(record)) is not None:
-        codes = {one.code for one in given}
-        stored = [_with_range(one, facts) for one in given]
-        advice = (*stored, *(one for one in advice if one.code not in codes))
-    return without_ranks(advice) if facts.doubt else advice
+def matmul_kinds(summary: Summary) -> list[str]:
+    """Return what a step has of matmuls, attention and convolutions, the largest first."""
+    spent: defaultdict[str, float] = defaultdict(float)
+    for row in summary.kernels:
+        if row.kind in ("matmul", "attention"):
+            convolves = "conv" in row.kernel.lower() or row.library == "cuDNN"
+            kind = "convolutions" if convolves else "matmuls"
+            spent["attention" if row.kind == "attention" else kind] += row.ms
+    total = sum(spent.values())
+    shown = [kind for kind, ms in spent.items() if ms >= _NAMED_FROM * total]
+    return sorted(shown, key=lambda kind: -spent[kind])
 
 
 def _memory_change(
@@ -193,22 +252,14 @@ def _codes_of(trials: Sequence[Tried]) -> set[str]:
 
 def _measured(
     advice: Advice, best: Tried | None, trials: Sequence[Tried], facts: Facts
-) -> Estimate | None:
+) -> Gain | None:
     """Measured gain of a change: as part of the best combination, or alone."""
     if best is not None and advice.code in [one.code for one in best.trial.advice]:
         kept = _kept(advice, best, trials, facts)
-        return kept.gain if kept is not None and kept.verified else None
+        return kept.gain if kept is not None and kept.gain.measured else None
     alone = (one for one in trials if one.trial.code == advice.code and one.realized is not None)
     trial = next(alone, None)
-    return None if trial is None else _verified(advice, trial, facts).gain
-
-
-def _with_range(advice: Advice, facts: Facts) -> Advice:
-    """Advice that was stored before predictions had ranges gets the range of its rule."""
-    if advice.low_ms is not None and advice.high_ms is not None:
-        return advice
-    low, high = gain_range(advice.code, advice.gain_ms, facts)
-    return replace(advice, low_ms=low, high_ms=high, ranked=low > 0)
+    return None if trial is None else _verified(advice, trial).gain
 
 
 def _step(record: Record) -> Estimate | None:
@@ -219,23 +270,23 @@ def _step(record: Record) -> Estimate | None:
     return Estimate(value=times.median, low=times.low, high=times.high)
 
 
-def _proven(best: Tried, facts: Facts) -> float | None:
-    return None if best.ratio is None else facts.step_ms * best.ratio.value
-
-
-def _combination(advice: Sequence[Advice], lead: ProgramRecord) -> tuple[Advice, ...]:
-    """All ranked changes that go together and can be applied from outside."""
-    settings = OF_SCRIPTS if lead.record.study == INSPECTED else OF_MODELS
-    faster = [one for one in advice if one.ranked and one.gain_ms > 0]
-    same_batch = [one for one in faster if "batch" not in one.setting]
-    largest = sorted(applicable(same_batch, settings), key=lambda one: -one.gain_ms)
-    return compatible(largest)
-
-
-def _predicted(facts: Facts, together: Sequence[Advice]) -> float | None:
+def _predicted(
+    recorded: RecordedStep, untried: Sequence[Advice]
+) -> tuple[tuple[Advice, ...], float | None]:
+    """The ranked changes of the best predicted combination that can be made from outside, and the
+    step with them; with stored advice that today's rules no longer give."""
+    known = {one.code: one for one in untried if one.ranked and one.gain_ms > 0}
+    space = recorded.space(known)
+    best = space.best() if known else None
+    # As advised for the unchanged step: the gains are those of each change alone.
+    chosen = [] if best is None else [known.get(one.code, one) for one in best.advice]
+    stored = applicable([*known.values()], recorded.settings)
+    older = [one for one in stored if not {one.code} & space.known and "batch" not in one.setting]
+    together = compatible((*chosen, *sorted(older, key=lambda one: -one.gain_ms)))
     if not together:
-        return None
-    return min(facts.step_ms, afterwards(facts, [one.code for one in together]).step_ms)
+        return (), None
+    reachable = recorded.facts.step_ms if best is None else best.step_ms
+    return together, min(recorded.facts.step_ms, reachable)
 
 
 def _changes(
@@ -258,7 +309,12 @@ def _changes(
         if one.code in codes and _goes_with(one, together)
     ]
     kept.sort(key=lambda one: -one.gain.low)
-    return (*kept, *ranked(list(_predictions(compatible(more)))))[:MAX_CHANGES]
+    titles = tuple(one.title for one in together)
+    added = [
+        replace(one, gain=replace(one.gain, on_top_of=titles))
+        for one in ranked(list(_predictions(compatible(more))))
+    ]
+    return (*kept, *added)[:MAX_CHANGES]
 
 
 def _goes_with(advice: Advice, together: Sequence[Advice]) -> bool:
@@ -278,31 +334,28 @@ def _prediction(advice: Advice) -> RankedChange | None:
     """The predicted gain of a change; None if it has no range."""
     if advice.low_ms is None or advice.high_ms is None:
         return None
-    gain = Estimate(value=advice.gain_ms, low=advice.low_ms, high=advice.high_ms)
-    return _ranked_change(advice, gain, verified=False)
+    gain = Gain(value=advice.gain_ms, low=advice.low_ms, high=advice.high_ms)
+    return _ranked_change(advice, gain)
 
 
-def _uncertain(
-    facts: Facts, advice: Sequence[Advice], trials: Sequence[Tried]
-) -> RankedChange | None:
+def _uncertain(facts: Facts, untried: Sequence[Advice]) -> RankedChange | None:
     """The largest predicted gain that may be none, of a change without a trial."""
-    measured = {one.trial.code for one in trials if one.realized is not None}
-    gains = [
-        one
-        for one in advice
-        if not one.ranked and one.code not in measured and one.gain_ms >= WORTH * facts.step_ms
-    ]
+    gains = [one for one in untried if not one.ranked and one.gain_ms >= WORTH * facts.step_ms]
     most = max(gains, key=lambda one: one.gain_ms, default=None)
     return None if most is None else _prediction(most)
 
 
-def _ranked_change(
-    advice: Advice, gain: Estimate, *, verified: bool, warning: str = ""
-) -> RankedChange:
+def _measured_change(tried: Tried) -> RankedChange:
+    """The change of a trial, or all of its changes as one."""
+    change = _verified(tried.trial.advice[0], tried)
+    titles = " and ".join(one.title for one in tried.trial.advice)
+    return replace(change, code=tried.trial.code, title=titles)
+
+
+def _ranked_change(advice: Advice, gain: Gain, warning: str = "") -> RankedChange:
     return RankedChange(
-        code=advice.code, title=advice.title, gain=gain, verified=verified, risk=advice.risk,
-        lines=advice.lines, gain_bytes=advice.gain_bytes, warning=warning,
-        setting=_setting(advice),
+        code=advice.code, title=advice.title, gain=gain, risk=advice.risk, lines=advice.lines,
+        gain_bytes=advice.gain_bytes, warning=warning, setting=_setting(advice),
     )  # fmt: skip
 
 
@@ -317,30 +370,40 @@ def _kept(
     }
     alone = by_codes.get((advice.code,))
     if alone is not None and alone.kept:
-        return _verified(advice, alone, facts)
+        return _verified(advice, alone)
     codes = [one.code for one in best.trial.advice]
-    first = codes[: codes.index(advice.code)]
-    without, added = (by_codes.get(tuple(sorted(one))) for one in (first, [*first, advice.code]))
-    if without is not None and added is not None and without.ratio and added.ratio:
+    others = [code for code in codes if code != advice.code]
+    before = codes[: codes.index(advice.code)]
+    for first in (others, before):
+        pair = (by_codes.get(tuple(sorted(one))) for one in (first, [*first, advice.code]))
+        without, added = pair
+        if without is None or added is None or not without.ratio or not added.ratio:
+            continue
         gain = without.ratio.value - added.ratio.value
         noise = math.hypot(*((one.high - one.low) / 2 for one in (without.ratio, added.ratio)))
-        low, value, high = (facts.step_ms * one for one in (gain - noise, gain, gain + noise))
-        return _ranked_change(advice, Estimate(value=value, low=low, high=high), verified=True)
-    others = [code for code in codes if code != advice.code]
+        base = best.base_ms or facts.step_ms
+        low, value, high = (base * one for one in (gain - noise, gain, gain + noise))
+        titles = _titles(best, first)
+        return _ranked_change(
+            advice, Gain(value=value, low=low, high=high, measured=True, on_top_of=titles)
+        )
     later = [one for one in advise(afterwards(facts, others)) if one.code == advice.code]
-    return next(_predictions(later), None)
+    change = next(_predictions(later), None)
+    if change is None:
+        return None
+    return replace(change, gain=replace(change.gain, on_top_of=_titles(best, others)))
 
 
-def _verified(advice: Advice, trial: Tried, facts: Facts) -> RankedChange:
-    """The gain of a trial as the same share of the recorded step."""
-    realized, base = trial.realized, trial.base_ms
+def _titles(best: Tried, codes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(one.title for one in best.trial.advice if one.code in codes)
+
+
+def _verified(advice: Advice, trial: Tried) -> RankedChange:
+    """The gain of a trial, as in its table."""
+    realized = trial.realized
     assert realized is not None
-    assert base is not None
-    scale = facts.step_ms / base
-    gain = Estimate(
-        value=scale * realized.value, low=scale * realized.low, high=scale * realized.high
-    )
-    return _ranked_change(advice, gain, verified=True, warning=trial.loss_warning)
+    gain = Gain(value=realized.value, low=realized.low, high=realized.high, measured=True)
+    return _ranked_change(advice, gain, trial.loss_warning)
 
 
 def _setting(advice: Advice) -> str:
@@ -354,17 +417,24 @@ def _setting(advice: Advice) -> str:
 def _inspect_again(lead: ProgramRecord) -> str:
     """Return the command that records the program again; empty if no command runs it, as in a
     notebook."""
-    return f"stepscope inspect {lead.command}" if lead.command else ""
+    if not lead.command:
+        return ""
+    return f"stepscope {'inspect' if lead.record.study == INSPECTED else 'run own'} {lead.command}"
 
 
 def _next(
     lead: ProgramRecord, advice: Sequence[Advice], trials: Sequence[Tried], best: Tried | None
 ) -> str:
-    if not lead.command:
+    """Return the next command without the program: predict the gains, measure them, or write the
+    changes into the script. Empty if no command runs the program."""
+    if not lead.command or (lead.distributed and not trials):
         return ""
     if not advice and not trials:
         # Most rules need the rates of this machine, which `advise` measures.
-        return "" if lead.record.ceilings else f"stepscope advise {lead.command}"
+        return "" if lead.record.ceilings else "stepscope advise"
     if not trials:
-        return f"stepscope advise --verify {lead.command}"
-    return _inspect_again(lead) if best is not None else ""
+        # What `advise` has recorded, --resume takes from the store.
+        resume = " --resume" if advice_given(lead.record) is not None else ""
+        return f"stepscope advise --verify{resume}"
+    is_script = lead.record.study == INSPECTED
+    return "stepscope advise --apply" if best is not None and is_script else ""

@@ -10,7 +10,8 @@ losses are compared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stepscope.advisor.advise.cases import STUDY_NAME, Trial
 from stepscope.records.schema import Record
@@ -23,14 +24,17 @@ class Advise(Measurable[Trial]):
     title = "Verified changes"
     question = "Which of the advised changes are worth making: predicted and measured gains?"
     case = Trial
-    fresh_process = True
     recorded_by = "stepscope advise --verify"
+
+    def needs_fresh(self, config: Mapping[str, Any]) -> bool:
+        """A model runs in the worker; the runs of a script outlive its trials."""
+        return config.get("program") is None
 
     def measure(self, trial: Trial, bench: Bench) -> Measurement:
         if trial.program is not None:
-            from stepscope.advisor.advise.script_trial import measure_script_trial
+            from stepscope.advisor.advise.script_trial import RUNS, measure_script_trial
 
-            return measure_script_trial(trial, trial.program, bench)
+            return measure_script_trial(trial, trial.program, bench, RUNS)
         from stepscope.advisor.advise.measure import measure_trial
 
         return measure_trial(trial, bench)

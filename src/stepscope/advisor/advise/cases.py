@@ -8,6 +8,7 @@ import msgspec
 
 from stepscope.analysis.advice.changes import Advice
 from stepscope.analysis.advice.pieces import GROUPS, STEP
+from stepscope.records.stats import Ratio
 from stepscope.studies.base import Case
 from stepscope.studies.own.cases import OwnStep, step_needs
 from stepscope.studies.program.cases import file_safe
@@ -34,8 +35,12 @@ OF_SCRIPTS = frozenset(
 
 BASE, CHANGED = "base", "changed"
 """Variants of the series of a trial."""
-APART = "apart"
-"""Note of a trial whose variants were not interleaved, with the reason."""
+APART, SHARED = "apart", "shared"
+"""Notes of a trial whose variants were not interleaved, and of one in a process of another trial,
+with the reason."""
+CPU, INSTRUCTIONS = "cpu", "instructions"
+"""Series of the CPU time and of the instructions of each turn, per step: of all threads of a
+process."""
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +65,14 @@ class Trial(Case, frozen=True, kw_only=True):
     program: Script | None = None
     advice: tuple[Advice, ...]
     rounds: int = 15
+    """Most rounds."""
+    sequential: bool = False
+    """The rounds end as soon as the gain is known; in older records they never do."""
+    best: Ratio | None = None
+    """Time of the best combination so far over the unchanged step: what the trial is compared
+    with."""
+    purpose: str = ""
+    """Why the trial was planned: see `analysis.advice.plan`."""
     loss_steps: int = 20
     """Steps over which the losses are compared."""
     step_ms: float

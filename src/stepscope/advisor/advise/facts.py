@@ -24,6 +24,7 @@ from stepscope.analysis.advice.facts import (
 from stepscope.analysis.advice.timeline import with_launch_time
 from stepscope.analysis.kernels.matmuls import FP8
 from stepscope.analysis.kernels.names import FILL
+from stepscope.analysis.limits import measured_ceilings
 from stepscope.analysis.trace.summary import KernelRow, Summary
 from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError
@@ -71,7 +72,8 @@ def facts_of(record: Record, lacks: Sequence[str] = ()) -> Facts:
     summary, step_ms = watched.summary, watched.step_ms
     if summary is None or step_ms is None:
         raise StepscopeError(f"no advice for {record.case}: {watched.missing}", "record it again")
-    ceiling_values = {c.name: c.value for c in record.ceilings if c.source == "measured"}
+    ceilings = measured_ceilings(record)
+    ceiling_values = {name: ceiling.value for name, ceiling in ceilings.items()}
     account, setting = watched.account, watched.setting
     compiled = setting.compiled if setting else watched.case.compile != "no"
     ranks = watched.case.ranks
@@ -117,10 +119,12 @@ def facts_of(record: Record, lacks: Sequence[str] = ()) -> Facts:
             if f"matmul.{name}" in ceiling_values
         },
         bandwidth=ceiling_values.get("memory.copy"),
+        ceiling_doubts={name: one.doubt for name, one in ceilings.items() if one.doubt},
         cores=record.environment.cpu_cores,
         threads=record.environment.threads,
         lacks=tuple(lacks),
-        doubt=trust_of(record).reason,
+        doubt=(trust := trust_of(record)).reason,
+        ordered=trust.level != "invalid",
     )
     facts = _as_timed(facts, summary, ranks, watched.loading_ms)
     if not facts.on_gpu and watched.loading_ms is not None:

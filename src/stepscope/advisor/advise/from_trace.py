@@ -13,12 +13,13 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from stepscope.advisor.advise.facts import facts_of_trace
-from stepscope.analysis.advice.changes import Advice, advise, compatible, without_ranks
+from stepscope.analysis.advice.changes import WORTH, Advice, advise, compatible, without_ranks
 from stepscope.analysis.advice.facts import Facts
 from stepscope.analysis.advice.missing_inputs import RATES, not_evaluated
 from stepscope.analysis.advice.ranges import gain_range
+from stepscope.analysis.advice.rule import REGISTRY
 from stepscope.analysis.trace.summary import Summary
-from stepscope.analysis.verdict import Estimate, RankedChange, ranked
+from stepscope.analysis.verdict import Gain, RankedChange, ranked
 
 _WITHOUT_PROFILER = 0.5
 """Share of the traced idle time caused by the CPU that may remain without the profiler."""
@@ -31,25 +32,31 @@ class TraceAdvice(NamedTuple):
 
     advice: tuple[Advice, ...]
     unknown: tuple[str, ...]
+    not_evaluated: tuple[str, ...] = ()
+    """Titles of changes that the trace lacks an input for."""
 
     def changes(self) -> tuple[RankedChange, ...]:
         """Return the ranked changes of a verdict, without alternatives to a larger one."""
         shown = compatible([one for one in self.advice if one.ranked])
-        return ranked(
-            [
-                RankedChange(
-                    code=one.code,
-                    title=one.title,
-                    gain=Estimate(value=one.gain_ms, low=one.low_ms, high=one.high_ms),
-                    verified=False,
-                    risk=one.risk,
-                    lines=one.lines,
-                    setting=next(iter(one.setting), ""),
-                )
-                for one in shown
-                if one.low_ms is not None and one.high_ms is not None
-            ]
-        )
+        return ranked([_change(one) for one in shown])
+
+    def uncertain(self, step_ms: float) -> RankedChange | None:
+        """Return the largest gain that may be none, if it would be worth a change."""
+        gains = [one for one in self.advice if one.gain_ms >= WORTH * step_ms]
+        most = max(gains, key=lambda one: one.gain_ms, default=None)
+        return None if most is None else _change(most)
+
+
+def _change(advice: Advice) -> RankedChange:
+    low, high = (advice.gain_ms if end is None else end for end in (advice.low_ms, advice.high_ms))
+    return RankedChange(
+        code=advice.code,
+        title=advice.title,
+        gain=Gain(value=advice.gain_ms, low=low, high=high),
+        risk=advice.risk,
+        lines=advice.lines,
+        setting=next(iter(advice.setting), ""),
+    )
 
 
 def advise_from_trace(summary: Summary, ranks: int = 1, sent: int = 0) -> TraceAdvice:
@@ -64,7 +71,9 @@ def advise_from_trace(summary: Summary, ranks: int = 1, sent: int = 0) -> TraceA
     ]
     order = sorted(merged, key=lambda one: (not one.ranked, -(one.low_ms or 0.0), one.code))
     return TraceAdvice(
-        without_ranks(order) if traced.doubt else tuple(order), tuple(_unknown(summary, traced))
+        without_ranks(order) if traced.doubt else tuple(order),
+        tuple(_unknown(summary, traced)),
+        tuple(dict.fromkeys(_not_evaluated(traced))),
     )
 
 
@@ -80,6 +89,23 @@ def _covering(traced: Advice, lean: Advice | None, facts: Facts) -> Advice:
     return replace(traced, gain_ms=gain, low_ms=low, high_ms=high, ranked=low > 0)
 
 
+def _not_evaluated(facts: Facts) -> Iterator[str]:
+    """Yield the titles of changes for which the trace lacks a rate, parameters or memory."""
+    titles = {entry.code: entry.title for entry in REGISTRY}
+    yield from (one.title for one in not_evaluated(facts))
+    yield from _need_parameters(facts)
+    yield from (titles[code] for code in _NEEDS_MEMORY)
+
+
+def _need_parameters(facts: Facts) -> list[str]:
+    if facts.parameters:
+        return []
+    return [
+        *(["fused optimizer"] if facts.bandwidth and not facts.fused_optimizer else []),
+        *(["gradient buckets"] if facts.ranks > 1 and facts.exposed_ms > 0 else []),
+    ]
+
+
 def _unknown(summary: Summary, facts: Facts) -> Iterator[str]:
     if summary.on_device and summary.idle_of("CPU"):
         yield "how much of the idle time the profiler causes: gains cover none to half of it"
@@ -92,11 +118,7 @@ def _unknown(summary: Summary, facts: Facts) -> Iterator[str]:
     for name, titles in missing.items():
         why = f": the data sheet of {summary.device or 'this device'} is not known"
         yield f"{name}{why if name == RATES or facts.bandwidth is None else ''} ({_listed(titles)})"
-    needed = [
-        *(["fused optimizer"] if facts.bandwidth and not facts.fused_optimizer else []),
-        *(["gradient buckets"] if facts.ranks > 1 and facts.exposed_ms > 0 else []),
-    ]
-    if needed and not facts.parameters:
+    if needed := _need_parameters(facts):
         yield f"the number of parameters ({_listed(needed)})"
     yield "memory: peak, batch size and activation checkpointing"
     yield "the loss: whether a change alters it"

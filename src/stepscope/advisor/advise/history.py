@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.analysis.advice.calibration import Verified
+from stepscope.files import append_to_file
 from stepscope.records.decoding import from_json
 
 
@@ -38,6 +39,4 @@ def add_to_history(verified: Sequence[Verified]) -> None:
     """Append verified changes to the history."""
     path = history_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        for one in verified:
-            file.write(msgspec.json.encode(one) + b"\n")
+    append_to_file(path, b"".join(msgspec.json.encode(one) + b"\n" for one in verified))

@@ -41,7 +41,6 @@ def _findings(own: Sequence[Verified]) -> Iterator[Finding]:
             values={"first_half_off": first, "second_half_off": last},
             text=f"The median error was {percent(first)} for the first half of them and"
             f" {percent(last)} for the second.",
-            tone="good" if last < first else "info",
         )
 
 

@@ -12,7 +12,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ import msgspec
 
 from stepscope.advisor.inspect.order import Order
 from stepscope.errors import StepscopeError, in_one_line
+from stepscope.processes import script_command, signal_name
 from stepscope.records.decoding import from_json
 from stepscope.studies.runner.descendants import end_tagged, new_tag, tagged
 
@@ -31,6 +31,21 @@ _LONGEST_LINE = 1 << 26
 _LAST_LINES = 20
 """Lines searched for an error: torch may print lines of advice after it."""
 _TRACEBACK = "Traceback (most recent call last)"
+UNTIMED = 1
+"""Untimed steps at the start of a turn: the first starts on an idle device."""
+_AFTER_SWITCH = 2
+"""Untimed steps after settings were switched."""
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """Message: run some steps; none of them ends the run."""
+
+    steps: int
+    """Timed steps."""
+    untimed: int = UNTIMED
+    """Steps before these."""
+    settings: dict[str, str] | None = None
+    """Settings from now on, if they change."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,20 +57,30 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     missing: dict[str, str] = {}
     """Settings that had no effect on the script, with the reason if the script's process knows
     it."""
+    switchable: list[str] = []
+    """Settings that this process can take back and make again."""
 
 
 class TurnResult(msgspec.Struct, frozen=True, kw_only=True):
     """Message: a turn is over."""
 
     step_ms: float
-    """Mean time of its steps, without the first."""
+    """Mean time of its timed steps."""
     losses: list[float | None]
     """Loss of each step."""
     peak_bytes: int | None = None
+    cpu_ms: float = 0.0
+    """Mean CPU time of its timed steps, of all threads of the process."""
+    instructions: float | None = None
+    """Mean number of instructions of its timed steps; None if the machine does not count them."""
 
 
 class ScriptEndedError(StepscopeError):
     """The script ended; the message says how."""
+
+
+class ScriptFinishedError(ScriptEndedError):
+    """The script ended as intended, after its last step."""
 
 
 class ScriptOutOfMemoryError(ScriptEndedError):
@@ -75,19 +100,16 @@ class TrialProcess:
     ) -> None:
         self.losses: list[float | None] = []
         self.peak_bytes: int | None = None
+        self.started, self.settings = settings, settings
+        """Settings with which the process was started, and those that it has now."""
+        self._first: Ready | None = None
         self._alive = alive
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._tag = new_tag()
         self._channel, child_end = socket.socketpair()
         order = msgspec.structs.replace(order, channel=child_end.fileno(), settings=settings)
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "stepscope.advisor.scope.launch",
-                "",
-                msgspec.json.encode(order),
-            ],
+            script_command("", msgspec.json.encode(order).decode()),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
@@ -112,21 +134,44 @@ class TrialProcess:
 
     def ready(self) -> Ready:
         """Wait for the end of the warm-up, then stop the run."""
-        message = self._next(Ready)
-        self.losses += message.losses
-        self._signal(signal.SIGSTOP)
-        return message
+        if self._first is None:
+            self._first = self._next(Ready)
+            self.losses += self._first.losses
+            self._signal(signal.SIGSTOP)
+        return self._first
 
-    def turn(self, steps: int) -> float:
-        """Run some steps, then stop the run again; return the mean milliseconds per step."""
+    @property
+    def is_switched(self) -> bool:
+        """Whether it has other settings than those with which it was started."""
+        return self.settings != self.started
+
+    def can_switch(self, settings: dict[str, str]) -> bool:
+        """Return True if a process that runs can have these settings: all that it lacks of those
+        with which it was started can be taken back."""
+        if self._first is None or self._first.missing:
+            return False
+        lacking = self.started.keys() - settings.keys()
+        return settings.items() <= self.started.items() and lacking <= {*self._first.switchable}
+
+    def switch(self, settings: dict[str, str]) -> None:
+        """Change the settings; the next turn begins with steps that are not timed."""
+        if settings != self.settings:
+            self._send(Turn(steps=0, untimed=_AFTER_SWITCH, settings=settings))
+            self.settings = settings
+
+    def turn(self, steps: int, untimed: int = UNTIMED) -> TurnResult:
+        """Run some steps, then stop the run again."""
+        return self._send(Turn(steps=steps, untimed=untimed))
+
+    def _send(self, turn: Turn) -> TurnResult:
         self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):
-            self._channel.sendall(f"{steps}\n".encode())
+            self._channel.sendall(msgspec.json.encode(turn) + b"\n")
         message = self._next(TurnResult)
         self._signal(signal.SIGSTOP)
         self.losses += message.losses
         self.peak_bytes = message.peak_bytes
-        return message.step_ms
+        return message
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -159,9 +204,9 @@ class TrialProcess:
         output = self._log.read().decode(errors="replace").strip().splitlines()
         last = f": {_error_of(output)}" if output and code else ""
         if code is not None and code < 0:
-            return ScriptEndedError(f"the script was ended by {signal.Signals(-code).name}{last}")
+            return ScriptEndedError(f"the script was ended by {signal_name(-code)}{last}")
         if not code:
-            return ScriptEndedError("the script ended")
+            return ScriptFinishedError("the script ended")
         for line in reversed(output[-_LAST_LINES:]):
             if any(words in line for words in _OUT_OF_MEMORY):
                 return ScriptOutOfMemoryError(f"the script ran out of memory: {line}")

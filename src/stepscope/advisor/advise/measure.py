@@ -6,20 +6,39 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from stepscope.advisor.advise.cases import APART, BASE, CHANGED, Trial
+from stepscope.analysis.advice.stopping import is_decided
 from stepscope.records.schema import Clock, Quantity, Reading, Series
+from stepscope.records.stats import FEWEST_ROUNDS, sequential_ratio
 from stepscope.studies.base import Bench, Measurement
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
-    from stepscope.measure.timer import Timing
+    from stepscope.measure.timer import Samples, Timing
     from stepscope.studies.own.cases import OwnStep
     from stepscope.studies.own.step import UserStep
 
+_BUSY, _MORE = 0.2, 2
+"""Width of the interval after all rounds from which the machine counts as busy, and how many times
+as many rounds a trial then has at most."""
 IN_BLOCKS = (BASE, CHANGED, CHANGED, BASE)
 """Order of blocks if the variants cannot be interleaved: drift affects both equally."""
+
+
+def is_enough(trial: Trial, base: Sequence[float], changed: Sequence[float]) -> bool:
+    """Return True if a trial has enough rounds: those that decide it, or all of them. On a machine
+    that is so busy that not even the sign is known, there are more."""
+    rounds = len(changed)
+    if rounds < FEWEST_ROUNDS or not trial.sequential:
+        return rounds >= trial.rounds
+    ratio = sequential_ratio(base, [one / trial.more_samples for one in changed])
+    if rounds < trial.rounds:
+        return is_decided(ratio, trial.best)
+    open_ = not ratio.excludes_one and ratio.high - ratio.low > _BUSY
+    return not open_ or rounds >= _MORE * trial.rounds
 
 
 def measure_trial(trial: Trial, bench: Bench) -> Measurement:
@@ -38,7 +57,7 @@ def measure_trial(trial: Trial, bench: Bench) -> Measurement:
     notes: dict[str, str] = {}
     timing = None
     with suppress(torch.OutOfMemoryError):
-        timing = _interleaved(cases, device, trial.rounds, bench)
+        timing = _interleaved(cases, device, trial.rounds, bench, trial)
     if timing is None:
         # After the error is released: its frames reference both models.
         device.release()
@@ -52,7 +71,14 @@ def measure_trial(trial: Trial, bench: Bench) -> Measurement:
     )
 
 
-def _interleaved(cases: Mapping[str, OwnStep], device: Device, rounds: int, bench: Bench) -> Timing:
+def _interleaved(
+    cases: Mapping[str, OwnStep],
+    device: Device,
+    rounds: int,
+    bench: Bench,
+    trial: Trial | None = None,
+) -> Timing:
+    """Interleave the steps, until the trial is decided if one is given."""
     from stepscope.measure.interleaved import time_interleaved
     from stepscope.studies.own.step import own_step
 
@@ -65,6 +91,14 @@ def _interleaved(cases: Mapping[str, OwnStep], device: Device, rounds: int, benc
         warmup=3,
         rounds=rounds,
         progress=lambda done, total: bench.progress(done, total, "rounds"),
+        until=None if trial is None else partial(_is_enough, trial),
+    )
+
+
+def _is_enough(trial: Trial, samples: Samples) -> bool:
+    clock: Clock = "device" if ("step", BASE, "device") in samples.collected else "host"
+    return is_enough(
+        trial, *(samples.collected["step", name, clock][0] for name in (BASE, CHANGED))
     )
 
 

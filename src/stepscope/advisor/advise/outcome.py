@@ -7,11 +7,20 @@ from functools import cached_property
 
 import msgspec
 
-from stepscope.advisor.advise.cases import BASE, CHANGED, Trial
+from stepscope.advisor.advise.cases import BASE, CHANGED, CPU, INSTRUCTIONS, SHARED, Trial
+from stepscope.analysis.advice import order
 from stepscope.analysis.advice.calibration import Verified, is_right
-from stepscope.analysis.advice.changes import Advice
+from stepscope.analysis.advice.changes import WORTH, Advice
+from stepscope.analysis.advice.pieces import ACCELERATE
+from stepscope.analysis.advice.plan import Result
 from stepscope.records.schema import Clock, Record
-from stepscope.records.stats import Ratio, paired_ratio, summarize
+from stepscope.records.stats import (
+    FEWEST_ROUNDS,
+    Ratio,
+    paired_ratio,
+    sequential_ratio,
+    summarize,
+)
 from stepscope.report.blocks import Interval
 from stepscope.report.format import percent
 from stepscope.studies.runner.runner import OUT_OF_TIME
@@ -44,7 +53,21 @@ class Tried:
         scaled = tuple(scale * value for value in changed)
         if len(base) != len(scaled) or min(*base, *scaled) <= 0.0:
             return None
+        if self.trial.sequential and len(base) >= FEWEST_ROUNDS:
+            return sequential_ratio(base, scaled)
         return paired_ratio(base, scaled)
+
+    @cached_property
+    def work_ratio(self) -> tuple[str, Ratio] | None:
+        """What the changed step takes over what the base step takes, of instructions or CPU time,
+        and which of them: other work on the machine changes these less than the time."""
+        for name, words in ((INSTRUCTIONS, order.INSTRUCTIONS), (CPU, order.CPU_TIME)):
+            sides = (self.record.find(name, variant=side) for side in (BASE, CHANGED))
+            base, changed = (() if one is None else one.values for one in sides)
+            if len(base) == len(changed) >= FEWEST_ROUNDS and min(*base, *changed) > 0:
+                scaled = [one / self.trial.more_samples for one in changed]
+                return words, sequential_ratio(base, scaled)
+        return None
 
     def _times(self, name: str) -> tuple[float, ...]:
         """Step times of a variant, by the device's clock if there is one; the host's clock includes
@@ -59,6 +82,12 @@ class Tried:
     def base_ms(self) -> float | None:
         values = self._times(BASE)
         return summarize(values).median if values else None
+
+    @property
+    def changed_ms(self) -> float | None:
+        """Time of the changed step: the unchanged one times the ratio over the rounds."""
+        ratio, base = self.ratio, self.base_ms
+        return None if ratio is None or base is None else base * ratio.value
 
     @property
     def predicted_ms(self) -> float | None:
@@ -95,6 +124,25 @@ class Tried:
     def without_effect(self) -> str:
         """Reason why the change had no effect; empty if it had one."""
         return self.record.notes.get("without_effect", "")
+
+    @property
+    def shares_process(self) -> bool:
+        """The changes are a part of those of another trial, in whose process they were timed: its
+        losses stand for theirs."""
+        return SHARED in self.record.notes
+
+    @property
+    def result(self) -> Result:
+        """What the plan of the trials needs to know."""
+        missing = self.record.notes.get("missing", "").split(",")
+        refuted = frozenset(
+            one.code
+            for one in self.trial.advice
+            for name in missing
+            if name in one.setting or (name == ACCELERATE and name in one.setting.values())
+        )
+        ratio = None if self.without_effect else self.ratio
+        return Result(self.trial.advice, ratio, self.works, refuted)
 
     @property
     def is_vague(self) -> bool:
@@ -143,6 +191,8 @@ class Tried:
         if not self.same_loss:
             return "dropped: the loss differs"
         if self.ratio.high < 1:
+            if self.shares_process:
+                return "kept, its loss compared with more changes"
             compared = (
                 self.trial.more_samples != 1 or self.record.find("loss", variant=BASE) is not None
             )
@@ -182,6 +232,35 @@ class Tried:
         )
 
 
+def attributed(tried: Tried, others: Sequence[Tried]) -> list[Verified]:
+    """Return what a trial shows of single changes: it is another one without one of them, or has
+    one more."""
+    found = []
+    for one in others:
+        with_it, without = sorted((one, tried), key=lambda side: -len(side.trial.advice))
+        kept = [advice.code for advice in without.trial.advice]
+        own = [advice for advice in with_it.trial.advice if advice.code not in kept]
+        is_pair = kept and len(own) == 1 and len(with_it.trial.advice) == len(kept) + 1
+        gains = [side.realized_ms for side in (without, with_it)]
+        predicted = [side.predicted_ms for side in (without, with_it)]
+        if not is_pair or None in gains or None in predicted or without.without_effect:
+            continue
+        if with_it.without_effect or with_it.base_ms is None:
+            continue
+        found.append(
+            Verified(
+                device=tried.record.environment.device_name,
+                code=own[0].code,
+                predicted_ms=predicted[1] - predicted[0],  # type: ignore[operator]
+                realized_ms=gains[1] - gains[0],  # type: ignore[operator]
+                step_ms=with_it.base_ms,
+                when=tried.record.started,
+                factor=own[0].factor,
+            )
+        )
+    return found
+
+
 def first_right(advice: Sequence[Advice], tried: Sequence[Tried], most: int = 3) -> tuple[int, int]:
     """Count, among the first `most` advised changes that were tried, those whose gain was within a
     third of the prediction; return that count and the number of changes. A failed trial counts as
@@ -191,6 +270,42 @@ def first_right(advice: Sequence[Advice], tried: Sequence[Tried], most: int = 3)
     counted = [alone[one.code] for one in advice if one.code in alone][:most]
     right = [one for one in counted if (v := one.verified()) is not None and is_right(v)]
     return len(right), len(counted)
+
+
+def work_order(tried: Sequence[Tried]) -> order.Order | None:
+    """Return the order of the trials by the work of their steps, of those that show less of it."""
+    found = {one: one.work_ratio for one in tried if one.works and not one.without_effect}
+    measured = {one: pair for one, pair in found.items() if pair is not None}
+    kinds = {by for by, _ in measured.values()}
+    if len(kinds) != 1:
+        return None
+    ratios = {
+        (one.trial.code, " + ".join(advice.title for advice in one.trial.advice)): ratio
+        for one, (_, ratio) in measured.items()
+    }
+    return order.measured_order(ratios, kinds.pop())
+
+
+def undecided(tried: Sequence[Tried]) -> Tried | None:
+    """Return the trial with the largest gain among those whose interval includes zero and a gain
+    that would be worth a change; None if a change is kept."""
+    if any(one.kept for one in tried):
+        return None
+    possible = [
+        one
+        for one in tried
+        if one.verdict == NO_GAIN and one.realized is not None and one.base_ms is not None
+        if one.realized.high >= WORTH * one.base_ms
+    ]
+    return max(possible, key=lambda one: one.realized_ms or 0.0, default=None)
+
+
+def why_none(tried: Sequence[Tried]) -> str:
+    """Return why no trial was completed; empty if one was, or none was started."""
+    if not tried or any(one.realized is not None for one in tried):
+        return ""
+    reasons = [one.verdict.partition(": ")[2] for one in tried]
+    return max(dict.fromkeys(reasons), key=reasons.count)
 
 
 def best_of(tried: Sequence[Tried]) -> Tried | None:

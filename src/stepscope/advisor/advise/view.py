@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from stepscope.advisor.advise.cases import APART, BASE, CHANGED, Trial
-from stepscope.advisor.advise.outcome import Tried, best_of
+from stepscope.advisor.advise.outcome import (
+    Tried,
+    best_of,
+    undecided,
+    why_none,
+    work_order,
+)
 from stepscope.analysis.advice.calibration import is_right, median_error
 from stepscope.analysis.advice.changes import Advice, applicable
 from stepscope.analysis.advice.facts import Facts
 from stepscope.analysis.advice.missing_inputs import BANDWIDTH, MEMORY, RATES, NotEvaluated
+from stepscope.analysis.advice.order import Order, predicted_order
 from stepscope.analysis.advice.rule import NotApplicable
+from stepscope.analysis.trust import trust_of
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Cell, Finding, Interval, Table
+from stepscope.report.blocks import Block, Cell, Finding, Interval, Table, Tone, Value
 from stepscope.report.format import counted, duration, number, percent
 from stepscope.report.tables import col, table
 
@@ -26,9 +34,12 @@ _SUPPLIED_BY = {
 
 
 def cannot_rank(base: Record, facts: Facts) -> tuple[Finding, ...]:
-    """Warn if the step's times cannot be trusted, with the reason and the times."""
+    """Warn if the step's times cannot be trusted, with the order of the changes if that is known,
+    or else with the times."""
     if not facts.doubt:
         return ()
+    if (known := predicted_order(facts)) is not None:
+        return (order_only(known, facts.doubt, [base.id]),)
     low, high = (duration(max(0.0, facts.step_ms + sign * facts.noise_ms)) for sign in (-1, 1))
     return (
         Finding(
@@ -41,6 +52,35 @@ def cannot_rank(base: Record, facts: Facts) -> tuple[Finding, ...]:
             records=(base.id,),
         ),
     )
+
+
+def order_only(known: Order, reason: str, records: Sequence[str]) -> Finding:
+    """The order of changes from a machine whose times are not reliable."""
+    return Finding(
+        code="advice.order-only",
+        values={"order": ", ".join(known.codes), "by": known.by, "reason": reason},
+        text=f"Order only; times are not reliable: {reason}. By {known.by}, best first:"
+        f" {', '.join(known.titles)}.",
+        tone="warn",
+        records=tuple(records),
+        timed=False,
+    )
+
+
+def doubtful_ceilings(facts: Facts) -> Iterator[Finding]:
+    """Warn if predictions rest on ceilings that may be too low."""
+    if facts.ceiling_doubts:
+        names, reasons = facts.ceiling_doubts, dict.fromkeys(facts.ceiling_doubts.values())
+        yield Finding(
+            code="advice.doubtful-ceilings",
+            values={"ceilings": ", ".join(names), "reason": next(iter(reasons))},
+            timed=False,
+            text=f"Ceilings that may be too low: {', '.join(names)} ({'; '.join(reasons)})."
+            " Limits and MFU that rest on them are upper bounds, and predicted gains of other"
+            " dtypes are less certain. `stepscope run --new-ceilings` on an idle machine measures"
+            " them again.",
+            tone="warn",
+        )
 
 
 def not_evaluated_findings(left_out: Sequence[NotEvaluated]) -> Iterator[Finding]:
@@ -62,23 +102,34 @@ def not_tried(
 ) -> tuple[Finding, ...]:
     """Report advised changes that were not tried, and why."""
     done = {one.trial.code for one in tried}
+    done |= {code for trial in done for code in trial.split("+")}
     left = [one for one in advice if one.code not in done]
     reachable = list(applicable(left, settings))
     kept = [one.trial for one in tried if one.kept]
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, list[Advice]] = {}
     for one in left:
         not_reachable = one.by_author or "it cannot be applied without editing the program"
         why = _not_tried_alone(one, kept) if one in reachable else not_reachable
-        reasons.setdefault(why, []).append(one.title)
+        reasons.setdefault(why, []).append(one)
     return tuple(
         Finding(
             code="advice.not-tried",
-            values={"changes": (names := ", ".join(titles)), "reason": why},
-            text=f"Not tried: {names}; {why}.",
+            values={
+                "changes": ", ".join(one.title for one in some),
+                "reason": why,
+                "gains_ms": ", ".join(f"{one.gain_ms:.4g}" for one in some),
+            },
+            text=f"Not tried: {', '.join(map(_with_prediction, some))}; {why}.",
             timed=False,
         )
-        for why, titles in reasons.items()
+        for why, some in reasons.items()
     )
+
+
+def _with_prediction(advice: Advice) -> str:
+    if advice.gain_ms <= 0:
+        return advice.title
+    return f"{advice.title} ({duration(advice.gain_ms)} predicted)"
 
 
 def _not_tried_alone(advice: Advice, kept: Sequence[Trial]) -> str:
@@ -105,6 +156,10 @@ def trial_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     tried = [Tried(record) for record in records]
     if not tried:
         return ()
+    in_order: list[Finding] = []
+    doubted = next((one for one in map(_doubt, tried) if one), "")
+    if doubted and (known := work_order(tried)) is not None:
+        in_order.append(order_only(known, doubted, _ids(tried)))
     best = best_of(tried)
     proven = [one for one in tried if one.kept and (one is best or len(one.trial.advice) == 1)]
     tables = (
@@ -116,6 +171,7 @@ def trial_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
         ),
     )
     return (
+        *in_order,
         _best(best, tried),
         *_left_out(best, tried),
         *_predictions(tried),
@@ -125,18 +181,17 @@ def trial_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     )
 
 
+def _doubt(tried: Tried) -> str:
+    return "" if tried.record.status != "ok" else trust_of(tried.record).reason
+
+
 def _ids(tried: Sequence[Tried]) -> tuple[str, ...]:
     return tuple(one.record.id for one in tried)
 
 
 def _best(best: Tried | None, tried: Sequence[Tried]) -> Finding:
     if best is None or best.ratio is None:
-        return Finding(
-            code="advise.no-gain",
-            values={"tried": len(tried)},
-            records=_ids(tried),
-            text="None of the tried changes is worth making here.",
-        )
+        return _no_gain(tried)
     speedup = 1 / best.ratio.value
     names = ", ".join(one.title for one in best.trial.advice)
     loss = "the loss was not compared"
@@ -152,6 +207,30 @@ def _best(best: Tried | None, tried: Sequence[Tried]) -> Finding:
         f" unchanged step, {loss}.",
         tone="warn" if best.loss_warning else "good",
     )
+
+
+def _no_gain(tried: Sequence[Tried]) -> Finding:
+    """Distinguish trials that failed, trials that show nothing, and changes that do not gain."""
+    values: dict[str, Value] = {"tried": len(tried)}
+    code = "advise.no-gain"
+    text = "None of the tried changes is worth making: none gains 3 % or more with the same loss."
+    if reason := why_none(tried):
+        code, text = "advise.none-tried", f"No change could be tried: {reason}."
+        values["reason"] = reason
+    elif (most := undecided(tried)) is not None:
+        gain, base = most.realized, most.base_ms
+        assert gain is not None
+        assert base is not None
+        code = "advise.not-shown"
+        values |= {"change": most.trial.code, "gain_ms": gain.value, "high_ms": gain.high}
+        low, high = duration(gain.low), duration(gain.high)
+        text = (
+            f"No gain is shown. The largest measured gain, of {most.trial.code}, is"
+            f" {duration(gain.value)} [{low}, {high}] of {duration(base)}; more rounds (--rounds)"
+            " narrow the interval."
+        )
+    tone: Tone = "info" if code == "advise.no-gain" else "warn"
+    return Finding(code=code, values=values, records=_ids(tried), text=text, tone=tone)
 
 
 def _left_out(best: Tried | None, tried: Sequence[Tried]) -> Iterator[Finding]:
@@ -261,6 +340,7 @@ def _trial_table(tried: Sequence[Tried]) -> Table:
                 hint="mean of the last quarter of steps",
             ),
             col("peak memory", more_memory, "bytes", hint="increase, on a GPU"),
+            col("took", lambda r: r.record.elapsed_s, unit="s", hint="the whole trial"),
             col("verdict", lambda r: r.verdict, key=True),
         ],
         caption="Both steps start from the same weights and see the same data. A larger batch is"

@@ -7,6 +7,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from stepscope.processes import signal_name
+
 _FORWARDED = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
@@ -49,7 +51,7 @@ class Child:
 def describe_end(status: int) -> str:
     """Describe how it ended, as a predicate after its name."""
     if os.WIFSIGNALED(status):
-        return f"was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+        return f"was ended by {signal_name(os.WTERMSIG(status))}"
     code = os.waitstatus_to_exitcode(status)
     return "ended" if code == 0 else f"ended with exit code {code}"
 
@@ -61,6 +63,7 @@ def end_alike(status: int) -> int:
         number = os.WTERMSIG(status)
         sys.stdout.flush()
         sys.stderr.flush()
-        signal.signal(number, signal.SIG_DFL)
+        if number != signal.SIGKILL:  # Its action cannot be set.
+            signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     return os.waitstatus_to_exitcode(status)

@@ -9,12 +9,17 @@ from pathlib import Path
 import msgspec
 
 from stepscope.analysis.checks import check_record
+from stepscope.analysis.lines.costs import with_costs
+from stepscope.analysis.lines.facts import ATTACHMENT as LINES
+from stepscope.analysis.lines.loading import with_loading
+from stepscope.analysis.lines.observed import LoaderSamples, Observed
 from stepscope.analysis.trace.collectives import collective_starts
 from stepscope.analysis.trace.files import read_trace
-from stepscope.analysis.trace.model import Trace
-from stepscope.analysis.trace.summarize import summarize
-from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.trace.steps import Step, find_steps
+from stepscope.analysis.trace.summarize import summarize_work
+from stepscope.analysis.trace.work import device_work
 from stepscope.errors import StepscopeError
+from stepscope.records.decoding import from_json
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record, Series
 from stepscope.records.stats import far_above
@@ -34,7 +39,9 @@ def with_profile(record: Record, folder: Path) -> Record:
     elif "trace" in notes:
         try:
             events = read_trace(trace)
-            summary, longer = _summarize_usual_steps(events, str(trace), watched.traced_validations)
+            work = device_work(events)
+            steps, longer = _usual_steps(find_steps(work), watched.traced_validations)
+            summary = summarize_work(work, steps, str(trace))
             if longer:
                 attachments["traced_longer"] = longer
             if watched.case.ranks > 1:
@@ -44,26 +51,35 @@ def with_profile(record: Record, folder: Path) -> Record:
             notes["trace_missing"] = str(error).replace(f"{folder}{os.sep}", "")
         else:
             attachments["profile"] = msgspec.to_builtins(summary)
+            if "lines" in notes:
+                observed = from_json((folder / Path(notes["lines"]).name).read_bytes(), Observed)
+                step_ms = watched.step_ms or summary.wall_ms
+                lines = with_costs(observed, work, steps, step_ms)
+                samples = _loader_samples(folder, notes["lines"])
+                lines = with_loading(lines, samples, watched.loading_ms)
+                attachments[LINES] = msgspec.to_builtins(lines)
             series = (*series, Series(name="traced", unit="ms", values=summary.steps))
     complete = msgspec.structs.replace(record, notes=notes, series=series, attachments=attachments)
     return msgspec.structs.replace(complete, failed_checks=check_record(complete))
 
 
-def _summarize_usual_steps(
-    events: Trace, where: str, leave_out: Sequence[int]
-) -> tuple[Summary, list[float]]:
-    """Summarize the trace without the steps at the indices `leave_out` and without outliers, such
-    as steps that write a checkpoint; also return the times of the outliers."""
-    summary = summarize(events, where, leave_out=leave_out)
-    far = far_above(summary.steps)
-    if not far:
-        return summary, []
-    indices = [
-        index for index in range(len(summary.steps) + len(leave_out)) if index not in leave_out
-    ]
-    outliers = [indices[number] for number in far]
-    longer = [summary.steps[number] for number in far]
-    return summarize(events, where, leave_out=(*leave_out, *outliers)), longer
+def _loader_samples(folder: Path, lines: str) -> list[LoaderSamples]:
+    """Samples of the processes that made batches for this rank."""
+    rank = Path(lines).name.partition(".")[0]
+    files = sorted(folder.glob(f"{rank}.loader-*.json"))
+    return [from_json(file.read_bytes(), LoaderSamples) for file in files]
+
+
+def _usual_steps(
+    steps: Sequence[Step], leave_out: Sequence[int]
+) -> tuple[tuple[Step, ...], list[float]]:
+    """The steps without those at the indices `leave_out` and without outliers, such as steps that
+    write a checkpoint; and the times of the outliers."""
+    usual = [step for index, step in enumerate(steps) if index not in leave_out]
+    times = [step.length / 1e6 for step in usual]
+    far = set(far_above(times))
+    kept = tuple(step for index, step in enumerate(usual) if index not in far)
+    return kept, [times[index] for index in sorted(far)]
 
 
 def parts(folder: Path) -> list[Path]:

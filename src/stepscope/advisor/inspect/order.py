@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from typing import Literal
 
 import msgspec
 
@@ -27,6 +28,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """File descriptor of the control socket, if interleaved with another run of the script."""
     settings: dict[str, str] = {}
     """Settings to change at run time."""
+    observe: Literal["steps", "sites", "evidence"] = "steps"
+    """What to record: the time of steps, the places in the source, or evidence for `judge`."""
+    overlay: str = ""
+    """JSON file of sources by path, which are run in place of the files."""
 
     @property
     def command(self) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -15,12 +15,31 @@ from stepscope.advisor.inspect.gather import gather, parts
 from stepscope.advisor.inspect.order import Order
 from stepscope.advisor.inspect.progress import CHILD_STEPPED, read_progress, why_nothing
 from stepscope.errors import StepscopeError
+from stepscope.processes import script_command
 from stepscope.records.schema import Record
 from stepscope.studies.program.rows import ProgramRecord
 from stepscope.studies.runner.descendants import end_tagged, new_tag, tagged
 
 _LAST_LINES = 3
 _FIX = "let it run more steps"
+
+
+def run_observed(order: Order, folder: Path, log: IO[bytes]) -> int:
+    """Run the script until it ends, with its output in `log`; return its wait status."""
+    command = script_command(str(folder), msgspec.json.encode(order).decode())
+    tag = new_tag()
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=tagged(tag)
+    )
+    try:
+        _, status, _ = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+    except BaseException:
+        child.kill()
+        child.wait()
+        end_tagged(tag)
+        raise
+    return status
 
 
 def record_script(order: Order) -> Record:
@@ -31,25 +50,7 @@ def record_script(order: Order) -> Record:
         tempfile.TemporaryFile() as log,
     ):
         folder = Path(name)
-        command = [
-            sys.executable,
-            "-m",
-            "stepscope.advisor.scope.launch",
-            name,
-            msgspec.json.encode(order).decode(),
-        ]
-        tag = new_tag()
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=tagged(tag)
-        )
-        try:
-            _, status, _ = os.wait4(child.pid, 0)
-            child.returncode = os.waitstatus_to_exitcode(status)
-        except BaseException:
-            child.kill()
-            child.wait()
-            end_tagged(tag)
-            raise
+        status = run_observed(order, folder, log)
         if parts(folder):
             record = gather(folder, describe_end(status), order.command)[0]
             missing = ProgramRecord(record).missing

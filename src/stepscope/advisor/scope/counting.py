@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from stepscope.advisor.scope.memory import OperatorCount, WatchedLedger
+from stepscope.advisor.scope.memory import WatchedLedger
 from stepscope.advisor.scope.stages import MAX_OPERATORS, most_operators
 from stepscope.measure.allocator import CudaAllocator, recorded_history
 from stepscope.measure.device import Device
@@ -16,8 +16,7 @@ from stepscope.measure.modules import any_compiled
 
 
 class StepCount:
-    """Call `begin` and `end` around the step whose memory is recorded. Without a memory ledger,
-    `begin_bare` counts only the operators."""
+    """Call `begin` and `end` around the step whose memory is recorded."""
 
     def __init__(self, snapshot: Path, notes: dict[str, str]) -> None:
         self.snapshot = snapshot
@@ -25,9 +24,9 @@ class StepCount:
         """Memory ledger; None if there is no valid one."""
         self.operators: int | None = None
         """Operators of the counted step, if one was counted."""
-        self._most = MAX_OPERATORS
+        self.most = MAX_OPERATORS
+        """Operators of a step that may be counted."""
         self._notes = notes
-        self._bare: OperatorCount | None = None
         self._earlier: WatchedLedger | None = None
         """Ledger of an earlier counted step that also ran a validation."""
         self._active = False
@@ -35,16 +34,25 @@ class StepCount:
 
     @property
     def too_many(self) -> bool:
-        return self.operators is not None and self.operators > self._most
+        return self.operators is not None and self.operators > self.most
+
+    def limit(self, own_s: float) -> None:
+        """Allow as many operators as a program that runs for so long may have counted."""
+        self.most = most_operators(own_s)
+
+    @property
+    def active(self) -> bool:
+        """True while a step is counted."""
+        return self._active
 
     @property
     def steps_that_fit(self) -> int:
         """Number of steps that may be traced."""
-        return 0 if self.too_many else max(1, self._most // max(1, self.operators or 1))
+        return 0 if self.too_many else max(1, self.most // max(1, self.operators or 1))
 
     def why_not(self, purpose: str) -> str:
         return (
-            f"a step runs more than {self._most:,} operators, and {purpose} would take more than a"
+            f"a step runs more than {self.most:,} operators, and {purpose} would take more than a"
             " quarter of the program's own time (time more steps with --steps, or mark a shorter"
             " step with stepscope.Scope)"
         )
@@ -54,9 +62,8 @@ class StepCount:
         device: Device,
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        own_s: float,
     ) -> None:
-        """Start counting. `own_s` is the program's own time in seconds."""
+        """Start counting."""
         if any_compiled(models):
             self._notes["memory_missing"] = (
                 "the model is compiled, and tensors saved by compiled code cannot be observed"
@@ -70,18 +77,9 @@ class StepCount:
                 self._notes["snapshot_missing"] = "the program records the allocator's history"
             else:
                 self._open.enter_context(recorded_history(self.snapshot))
-        self._most = most_operators(own_s)
-        ledger = WatchedLedger(device.torch_device, allocator, self._most)
+        ledger = WatchedLedger(device.torch_device, allocator, self.most)
         self._open.enter_context(ledger.step(models, optimizers))
         self._earlier, self.ledger, self._active = self.ledger, ledger, True
-
-    def begin_bare(self, models: Sequence[torch.nn.Module], own_s: float) -> None:
-        """Count only operators. Skipped if they are known, or if a model is compiled: a dispatch
-        mode would trigger a recompilation, and compiled models run few operators."""
-        if self.operators is None and not any_compiled(models):
-            self._most = most_operators(own_s)
-            self._bare = self._open.enter_context(OperatorCount())
-            self._earlier, self._active = self.ledger, True
 
     def end(self) -> None:
         """End the step; does nothing if no count is active."""
@@ -91,9 +89,7 @@ class StepCount:
         counted, self.ledger = self.ledger, None
         self._open.close()
         self.ledger = counted
-        if self._bare is not None:
-            self.operators, self._bare = self._bare.operators, None
-        elif self.ledger is not None:
+        if self.ledger is not None:
             self._evaluate(self.ledger)
 
     def drop(self) -> None:
@@ -101,7 +97,7 @@ class StepCount:
         if self._active:
             self._active = False
             self._open.close()
-            self._bare, self.ledger = None, self._earlier
+            self.ledger = self._earlier
             self.snapshot.unlink(missing_ok=True)
 
     def leave_early(self) -> None:

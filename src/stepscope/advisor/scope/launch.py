@@ -1,9 +1,8 @@
 """Run a script as Python itself would, with an observer attached.
 
-    python -m stepscope.advisor.scope.launch FOLDER ORDER
-
-ORDER is a JSON object; see `Order`. The script sees its own arguments, its directory on `sys.path`
-and its own `__main__`; an exception, `sys.exit` or Ctrl-C ends the process as it normally would.
+`start` calls `main` in a process of its own. ORDER is a JSON object; see `Order`. The script sees
+its own arguments, its directory on `sys.path` and its own `__main__`; an exception, `sys.exit` or
+Ctrl-C ends the process as it normally would.
 """
 
 from __future__ import annotations
@@ -15,19 +14,28 @@ import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from stepscope.advisor.inspect.order import Order
+from stepscope.advisor.scope.once_imported import OnceImported
+from stepscope.advisor.scope.overlay import source_of, use_overlay
 from stepscope.advisor.scope.stages import Effort
 from stepscope.advisor.scope.watching import Watcher
 from stepscope.advisor.trial.process import InterleavedRun
 from stepscope.records.decoding import from_json
 
+_START = str(Path(__file__).with_name("start.py"))
+_OBSERVERS = Path(__file__).parents[1]
+
 
 def main(folder: str, text: str) -> None:
     order = from_json(text, Order)
     watcher = _watcher(order, Path(folder))
+    if order.overlay:
+        use_overlay(Path(order.overlay))
     watcher.start()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if order.module:
             _run_module(order)
@@ -44,7 +52,17 @@ def main(folder: str, text: str) -> None:
         watcher.finish()
 
 
-def _watcher(order: Order, folder: Path) -> Watcher | InterleavedRun:
+class Observer(Protocol):
+    """Observer of the script's process."""
+
+    def start(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def _watcher(order: Order, folder: Path) -> Observer:
+    if order.observe != "steps":
+        return OnceImported(order.observe, folder, order.timed)
     if order.channel is not None:
         return InterleavedRun(order.channel, order.settings, order.warmup)
     effort = Effort(
@@ -66,34 +84,56 @@ def _run_script(order: Order) -> None:
     )
     sys.modules["__main__"] = main_module
     sys.argv = [order.target, *order.words]
-    if not sys.flags.safe_path:
-        sys.path[0] = str(path.resolve().parent)
-    code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    _put_on_path(path.resolve().parent)
+    code = compile(source_of(path), str(path), "exec", dont_inherit=True)
     exec(code, main_module.__dict__)
 
 
+def _put_on_path(folder: Path) -> None:
+    """Put the folder first on the path, as Python does, unless its -P was given."""
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(folder))
+
+
 def _run_module(order: Order) -> None:
+    _put_on_path(Path.cwd())
     sys.argv = [order.target, *order.words]
     runpy.run_module(order.target, run_name="__main__", alter_sys=True)
 
 
 def _show(error: BaseException) -> None:
     """Print the traceback without Stepscope's frames, and keep Python from printing it again."""
-    trace = error.__traceback__
-    while trace is not None and _is_launcher_frame(trace):
-        trace = trace.tb_next
-    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    seen: list[BaseException] = []
+    chain: BaseException | None = error
+    while chain is not None and not any(chain is one for one in seen):
+        seen.append(chain)
+        chain.__traceback__ = _of_user(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
+    sys.excepthook(type(error), error, error.__traceback__)
     sys.excepthook = _ignore
 
 
-def _is_launcher_frame(trace: TracebackType) -> bool:
-    file = trace.tb_frame.f_code.co_filename
-    return file == __file__ or file.startswith("<frozen runpy") or file == runpy.__file__
+def _of_user(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames that observe the script, wherever they are: an interrupt
+    often falls into a hook."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    kept = None
+    for one in reversed(frames):
+        if not _is_observer(one.tb_frame.f_code.co_filename):
+            kept = TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return kept
+
+
+def _is_observer(file: str) -> bool:
+    return (
+        file in (_START, runpy.__file__)
+        or file.startswith("<frozen runpy")
+        or Path(file).is_relative_to(_OBSERVERS)
+    )
 
 
 def _ignore(*_: Any) -> None:
     return
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:3])

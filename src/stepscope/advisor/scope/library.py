@@ -22,6 +22,7 @@ from stepscope.advisor.scope.stages import Effort
 from stepscope.analysis.verdict import Verdict
 from stepscope.display import html_of
 from stepscope.errors import StepscopeError, UsageError
+from stepscope.files import replace_file
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Record
 from stepscope.report.format import counted
@@ -155,7 +156,7 @@ class Scope:
         page = Path(path)
         page.parent.mkdir(parents=True, exist_ok=True)
         records = [self.record()]
-        page.write_text(html_page(make_page(records)), encoding="utf-8")
+        replace_file(page, [html_page(make_page(records)).encode(errors="backslashreplace")])
         write_records(records, page.with_suffix(".jsonl"))
         return page
 

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from stepscope.errors import StepscopeError, one_line
 from stepscope.measure.allocator import CudaAllocator
-from stepscope.measure.dispatch import Observer
 from stepscope.measure.flops import FlopCount
 from stepscope.measure.ledger import FunctionNames, StorageLedger
 from stepscope.measure.saving import seen_while_allowed
@@ -119,17 +118,6 @@ class WatchedLedger(StorageLedger):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             if not self.storages_of(tensor):
                 yield tensor
-
-
-class OperatorCount(Observer):  # type: ignore[no-untyped-call]
-    """Dispatch mode that counts operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators = 0
-
-    def before(self) -> None:
-        self.operators += 1
 
 
 def _living_tensors() -> Iterator[torch.Tensor]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
+from stepscope.advisor.lines.loader import LoaderLines
+from stepscope.advisor.lines.recording import StepLines, script_folder
 from stepscope.advisor.scope.closures import with_closure
 from stepscope.advisor.scope.counting import StepCount
 from stepscope.advisor.scope.energy import StepEnergy
@@ -79,6 +81,8 @@ class Recorder:
         self.done = False
         self.trace = StepTrace(folder / f"{name}.trace.json.gz", self._give_way)
         self.count = StepCount(folder / f"{name}.memory.pickle", self.notes)
+        self.lines = StepLines(folder / f"{name}.lines.json", self.notes)
+        self.loader_lines = LoaderLines(folder, name, script_folder())
         self._throughout = ExitStack()
         """Contexts entered from the first step to the end of the recording."""
         self._open = ExitStack()
@@ -145,6 +149,9 @@ class Recorder:
         """Called when no operator is running, where a count of too many operators may end."""
         if not self.done:
             self._guarded(self.count.leave_early)
+            if not self.count.active:
+                # Its mode was entered before that of the count.
+                self._guarded(self.lines.leave_early)
 
     @contextmanager
     def _closure(self) -> Iterator[None]:
@@ -196,6 +203,8 @@ class Recorder:
     def _begin(self) -> None:
         stage = self.stage
         self._optimizers_running = 0
+        if stage is Stage.WARMUP and not self.steps:
+            self._open.enter_context(batches_taken(self._sampled_loading))
         if stage is Stage.WARMUP and self.steps == self.effort.warmup - 1:
             self._calls = OutermostCalls(self.models)
             self._open.enter_context(self._calls.seen())
@@ -203,13 +212,19 @@ class Recorder:
             self._start_issuing()
         elif stage is Stage.COUNTED:
             self._watch_evaluations()
-            self.count.begin(self.device, self.models, self.optimizers, self._own_s())
+            self.count.limit(self._own_s())
+            self._begin_lines(complete=False)
+            self.count.begin(self.device, self.models, self.optimizers)
         elif stage in (Stage.LEAD_IN, Stage.TRACED):
             self._limit_trace()
             if self.done:
                 return
             if not self.trace.running:
-                self._prepare_trace(stage)
+                self._prepare_trace()
+            if stage is Stage.LEAD_IN and self.trace.running:
+                if self.count.operators is None:
+                    self.count.limit(self._own_s())
+                self._begin_lines(complete=True)
         if stage is Stage.TIMED and not self.readings:
             self.readings.append(self.device.read())
             self.energy.begin(self.device)
@@ -246,6 +261,7 @@ class Recorder:
             self._open.close()
         elif stage is Stage.COUNTED:
             self.count.end()
+            self.lines.end()
             self._open.close()
             more = self._evaluated > self.usual_evaluations and not self.count.too_many
             if more and self._recounts < MAX_RECOUNTS:
@@ -253,7 +269,8 @@ class Recorder:
                 self._recounts += 1
                 return
         elif stage is Stage.LEAD_IN:
-            self.count.end()
+            self.lines.end()
+            self.count.operators = self.count.operators or self.lines.operators
         elif stage is Stage.TRACED and self.trace.running:
             self.trace.end()
         self.steps += 1
@@ -273,6 +290,7 @@ class Recorder:
             self._open.close()
         elif stage is Stage.COUNTED:
             self.count.drop()
+            self.lines.drop()
             self._open.close()
             if self._raised_often(stage):
                 self.notes["memory_missing"] = (
@@ -281,7 +299,7 @@ class Recorder:
                 self.steps += 1
         elif stage in (Stage.LEAD_IN, Stage.TRACED) and self.trace.running:
             # The mark of the step cannot be removed from the trace.
-            self.count.drop()
+            self.lines.drop()
             self.trace.drop()
             self.steps = self.effort.steps - self.effort.traced - 1
             if self._raised_often(Stage.TRACED):
@@ -331,6 +349,11 @@ class Recorder:
         finally:
             self._loaded_ms += 1e3 * (time.perf_counter() - start)
 
+    def _sampled_loading(self, batches: Any) -> AbstractContextManager[None]:
+        """Sample the lines that make a batch, unless workers do."""
+        alone = not getattr(batches, "_num_workers", 0)
+        return self.loader_lines.sampled() if alone else nullcontext()
+
     def _start_issuing(self) -> None:
         hooks = self.issue.hooked(self.called)
         if hooks is not None:
@@ -342,6 +365,17 @@ class Recorder:
         capturing = self.device.kind == "cuda" and torch.cuda.is_current_stream_capturing()
         if not capturing:
             self.device.synchronize()
+
+    def _begin_lines(self, *, complete: bool) -> None:
+        if not self.count.too_many:
+            on_device = self.device.kind == "cuda"
+            self.lines.begin(
+                self.called,
+                self.parameters,
+                self.count.most,
+                on_device=on_device,
+                complete=complete,
+            )
 
     def _own_s(self) -> float:
         """Minimum time that the program itself takes for the steps of this recording."""
@@ -365,7 +399,7 @@ class Recorder:
             )
             self.effort = msgspec.structs.replace(self.effort, traced=fit)
 
-    def _prepare_trace(self, stage: Stage) -> None:
+    def _prepare_trace(self) -> None:
         if self.trace.profiler_is_taken:
             # It may have ended by the next step.
             self.notes["trace_missing"] = (
@@ -373,12 +407,11 @@ class Recorder:
             )
             return
         self.notes.pop("trace_missing", None)
-        if stage is Stage.LEAD_IN:
-            self.count.begin_bare(self.models, self._own_s())
         self.trace.prepare(self.device, self.models, self.called)
 
     def _abandon(self) -> None:
         self.trace.drop()
+        self.lines.path.unlink(missing_ok=True)
         self._close()
 
     def _give_way(self) -> None:
@@ -390,7 +423,11 @@ class Recorder:
         self._close()
 
     def _close(self) -> None:
+        if len(self.readings) == 1:
+            # The recording ends among its timed steps: the checks need a reading after them.
+            self.readings.append(self.device.read())
         self.count.drop()
+        self.lines.drop()
         self._open.close()
         self._throughout.close()
         self.done = True
@@ -402,6 +439,8 @@ class Recorder:
         if self.trace.running:
             self.device.synchronize()
             self.trace.write()
+        self.lines.write()
+        self.loader_lines.write()
         self._close()
 
     def _guarded(self, action: Callable[[], Any]) -> None:
@@ -409,7 +448,7 @@ class Recorder:
             action()
         except Exception as error:
             self.notes["recording_failed"] = one_line(error)
-            for leave in (self.count.drop, self.trace.drop, self._close):
+            for leave in (self.count.drop, self.lines.drop, self.trace.drop, self._close):
                 with suppress(Exception):
                     leave()
             self.done = True

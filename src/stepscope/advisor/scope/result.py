@@ -76,6 +76,8 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
     if recorder.trace.steps:
         notes["trace"] = recorder.trace.path.name
         _put(values, "forwards", forwards=recorder.trace.forwards / recorder.trace.steps)
+    if recorder.lines.path.exists():
+        notes["lines"] = recorder.lines.path.name
     if recorder.count.snapshot.exists():
         notes["snapshot"] = recorder.count.snapshot.name
     environment = describe(recorder.device)

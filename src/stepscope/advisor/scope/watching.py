@@ -90,6 +90,8 @@ class Watcher:
             register_optimizer_step_pre_hook,
         )
 
+        from stepscope.advisor.lines.loader import LoaderLines
+        from stepscope.advisor.lines.recording import script_folder
         from stepscope.advisor.scope.steps import BackwardCalls, StepFinder
 
         self._torch = True
@@ -98,12 +100,15 @@ class Watcher:
             from stepscope.advisor.scope.live import LiveTimes
 
             self._live = LiveTimes(self._folder)
+        loaders = LoaderLines(self._folder, self._rank_name, script_folder())
+        loaders.attach()
         backwards = BackwardCalls(self._backward_begins, self._backward_ended)
         backwards.attach()
         self._hooks = [
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_stepped),
             backwards,
+            loaders,
         ]
         self._report_progress()
 
@@ -191,12 +196,15 @@ class Watcher:
     def _begin(self) -> Recorder:
         from stepscope.advisor.scope.recorder import Recorder
 
-        rank = os.environ.get("RANK", "0")
-        self._recorder = Recorder(self._effort, self._folder, f"rank-{rank}")
+        self._recorder = Recorder(self._effort, self._folder, self._rank_name)
         self._use((), self._recorder)
         self._recorder.watch()
         self._report_progress()
         return self._recorder
+
+    @property
+    def _rank_name(self) -> str:
+        return f"rank-{os.environ.get('RANK', '0')}"
 
     def _search(self, recorder: Recorder) -> None:
         """Find the models after the first step: the search takes a tenth of a second, in which the

@@ -30,7 +30,7 @@ class Backwards:
             if not self.paused:
                 for call in self.before:
                     call(tensors)
-                self._note(tensors)
+                self.note(tensors)
             plain(tensors, *arguments, **keywords)
 
         def scaled(scaler: Any, outputs: Any) -> Any:
@@ -42,7 +42,7 @@ class Backwards:
         torch.autograd.backward = backward
         torch.amp.GradScaler.scale = scaled  # type: ignore[method-assign, assignment]
 
-    def _note(self, tensors: Any) -> None:
+    def note(self, tensors: Any) -> None:
         """Record a scalar root as a loss. The copy stays on the device: reading it would
         synchronize."""
         for root in tensors if isinstance(tensors, tuple | list) else (tensors,):

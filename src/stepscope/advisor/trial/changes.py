@@ -4,6 +4,9 @@ Objects that do not exist yet when torch is imported (optimizers, data loaders) 
 they are created. Changes that need the models are applied after the first step, when these are
 known; models are compiled after the second, which has shown the masks of their attention. Then a
 loop may become a `TrainStep`.
+
+Some changes can be taken back while the program runs (`Changes.switch`): what a combination gains
+from them is measured without another start of the program.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from stepscope.advisor.trial.accelerated import Acceleration, accelerated_groups
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.calls import Calls
 from stepscope.advisor.trial.loop_step import LoopStep
-from stepscope.advisor.trial.optimizers import fuse_optimizers, use_foreach
+from stepscope.advisor.trial.optimizers import Optimizers
 from stepscope.analysis.advice.pieces import ACCELERATE, STEP
 
 _EARLY = {
@@ -36,6 +39,8 @@ COMPILED_AFTER = 2
 """Steps before compilation; one more if the program calls submodules instead of its model."""
 
 _NO_BACKWARD = -1
+_IN_CALLS = ("attention", "gradients", "read_back")
+"""Changes that are made in every call."""
 
 
 class Changes:
@@ -45,6 +50,9 @@ class Changes:
     def __init__(self, settings: Mapping[str, str], backwards: Backwards) -> None:
         self._settings = settings
         self._applied: Counter[str] = Counter()
+        self._off: set[str] = set()
+        self._optimizers = Optimizers(self._applied)
+        self._compiled_calls: dict[torch.nn.Module, Any] = {}
         fuses = settings.get("attention") == "fused"
         self._attention = one_kernel_attention() if fuses else None
         self._groups = accelerated_groups(settings)
@@ -66,17 +74,39 @@ class Changes:
             loop.disable_autocast(self._applied)
         for name, change in _EARLY.items():
             if name in self._settings:
-                change(self._applied)
+                change(self._applied, partial(self._is_on, name))
         if "batch" in self._settings:
             loop.larger_batches(int(self._settings["batch"]), self._applied)
         if self._settings.get("optimizer") == "foreach":
-            use_foreach(self._applied)
+            self._optimizers.use_foreach()
         elif self._settings.get("optimizer", ACCELERATE) != ACCELERATE:
-            fuse_optimizers(self._applied)
+            self._optimizers.fuse()
         if self._loop is not None:
             self._loop.attach()
         if self._settings.get("checkpoint") == "no":
             loop.disable_checkpointing(self._applied)
+
+    def _is_on(self, name: str) -> bool:
+        return name not in self._off
+
+    def switchable(self) -> list[str]:
+        """Return the settings that can be taken back, and made again, in this process. A CUDA graph
+        has all changes in it, a compiled model the attention."""
+        if STEP in self._settings or self._settings.get("compile") == "graphs":
+            return []
+        names = [name for name in _IN_CALLS if name in self._settings]
+        if "compile" in self._settings:
+            names = [*(name for name in names if name != "attention"), "compile"]
+        if self._optimizers.switchable:
+            names.append("optimizer")
+        return names
+
+    def switch(self, settings: Mapping[str, str]) -> None:
+        """Have only these of the settings."""
+        self._off = self._settings.keys() - settings.keys()
+        self._optimizers.switch(self._is_on("optimizer"))
+        for module, call in self._compiled_calls.items():
+            module._compiled_call_impl = call if self._is_on("compile") else None
 
     @property
     def paused(self) -> bool:
@@ -125,6 +155,8 @@ class Changes:
         for module in [calls.model] if mode == "block" else trainable:
             compile_own(module, mode, self._attention)
             self._applied["compile"] += 1
+            parts = (part for part in module.modules() if part._compiled_call_impl is not None)
+            self._compiled_calls |= {part: part._compiled_call_impl for part in parts}
 
     def without_effect(self) -> dict[str, str]:
         """Settings that had no effect in the steps so far, with the reason if it is known here."""
@@ -182,7 +214,9 @@ class Changes:
 
     def _replaced_attention(self) -> AbstractContextManager[Any]:
         # The compiled graph has the fused attention.
-        return nullcontext() if self._attention is None or self._compiled else self._attention
+        compiled = self._compiled and self._is_on("compile")
+        off = self._attention is None or compiled or not self._is_on("attention")
+        return nullcontext() if off else self._attention  # type: ignore[return-value]
 
     def _backward_begins(self, roots: Any) -> None:
         self._leave_autocast()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,24 @@ _PIN_MEMORY_POSITION = 6
 """Position of `pin_memory` among DataLoader's positional arguments after the data set."""
 Applied = Counter[str]
 """Number of times that each change took effect."""
+On = Callable[[], bool]
+"""Whether a change is made at present."""
 _TORCH = str(Path(torch.__file__).parent)
 
 
-def set_gradients_to_none(applied: Applied) -> None:
+def set_gradients_to_none(applied: Applied, on: On) -> None:
     """Make `zero_grad` set gradients to None instead of filling them with zeros."""
     for class_ in (torch.optim.Optimizer, torch.nn.Module):
         plain = class_.zero_grad
 
         def zero_grad(self: Any, set_to_none: bool = True, plain: Any = plain) -> None:
             applied["gradients"] += not set_to_none
-            plain(self, set_to_none=True)
+            plain(self, set_to_none=set_to_none or on())
 
         class_.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
-def use_loader_workers(applied: Applied) -> None:
+def use_loader_workers(applied: Applied, on: On) -> None:  # noqa: ARG001
     """Give worker processes to DataLoaders that have none."""
     plain = DataLoader.__init__
     workers = max(1, min(_MAX_WORKERS, (os.cpu_count() or 2) - 1))
@@ -62,7 +64,7 @@ def larger_batches(size: int, applied: Applied) -> None:
     DataLoader.__init__ = init  # type: ignore[method-assign]
 
 
-def copy_from_pinned_memory(applied: Applied) -> None:
+def copy_from_pinned_memory(applied: Applied, on: On) -> None:  # noqa: ARG001
     """Copy to the GPU from pinned memory, without blocking. DataLoaders pin their batches, in a
     separate thread if they have workers."""
     to, cuda = torch.Tensor.to, torch.Tensor.cuda
@@ -139,7 +141,7 @@ class _DelayedValue:
         return self._last
 
 
-def read_back_delayed(applied: Applied) -> None:
+def read_back_delayed(applied: Applied, on: On) -> None:
     """Make `.item()` and `float()` of a GPU scalar return the value of an earlier step without
     waiting."""
     delayed: dict[tuple[str, int], _DelayedValue] = {}
@@ -148,7 +150,7 @@ def read_back_delayed(applied: Applied) -> None:
     def late(self: torch.Tensor, depth: int = 1) -> Any:
         frame = sys._getframe(depth)
         line = frame.f_code.co_filename, frame.f_lineno
-        if self.device.type != "cuda" or self.dim() or line[0].startswith(_TORCH):
+        if not on() or self.device.type != "cuda" or self.dim() or line[0].startswith(_TORCH):
             return item(self)
         if line not in delayed:
             applied["read_back"] += 1

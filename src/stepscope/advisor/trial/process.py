@@ -1,7 +1,7 @@
 """Script side of an interleaved run: it waits at the end of a step for the next turn.
 
 It sends one line of JSON each: `Ready` once its warm-up is over, `TurnResult` after each turn. It
-receives the number of steps of the next turn; 0 ends it.
+receives a `Turn` before each; the end of the connection ends it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepscope.advisor.advise.interleaved import Ready, TurnResult
+from stepscope.advisor.advise.interleaved import Ready, Turn, TurnResult
+from stepscope.advisor.scope.once_imported import SEED, seed_numpy
 from stepscope.advisor.scope.torch_import import when_imported
+from stepscope.analysis.advice.pieces import STEP
 from stepscope.errors import StepscopeError
 from stepscope.records.decoding import from_json
 
@@ -27,11 +29,9 @@ if TYPE_CHECKING:
     from stepscope.advisor.trial.backwards import Backwards
     from stepscope.advisor.trial.changes import Changes
     from stepscope.measure.device import Device, Timestamp
+    from stepscope.measure.instructions import Counter
 
-_SEED = 0
 _SET_DEATH_SIGNAL = 1
-_LEAD = 1
-"""Untimed steps at the start of a turn: the first starts on an idle device."""
 
 
 class InterleavedRun:
@@ -46,9 +46,12 @@ class InterleavedRun:
         self._pid = os.getpid()
         self._steps = 0
         self._left = 0
-        self._turn = 0
+        self._turn = Turn(steps=0)
         self._warm_since = 0.0
         self._turn_start: Timestamp | None = None
+        self._cpu_start_s = 0.0
+        self._counter: Counter
+        self._counted: int | None = None
         self._device: Device
         self._finder: StepFinder
         self._backwards: Backwards
@@ -57,8 +60,8 @@ class InterleavedRun:
     def start(self) -> None:
         # A run stopped between its turns would outlive a controller that died.
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-        random.seed(_SEED)
-        when_imported("numpy", _seed_numpy)
+        random.seed(SEED)
+        when_imported("numpy", seed_numpy)
         when_imported("torch", self._attach)
 
     def finish(self) -> None:
@@ -74,16 +77,44 @@ class InterleavedRun:
         from stepscope.advisor.scope.steps import BackwardCalls, StepFinder
         from stepscope.advisor.trial.backwards import Backwards
         from stepscope.advisor.trial.changes import Changes
+        from stepscope.measure.instructions import Counter
 
-        torch.manual_seed(_SEED)
+        # Before torch has threads: those that are started later are counted.
+        self._counter = Counter()
+        torch.manual_seed(SEED)
         self._backwards = Backwards()
         self._backwards.attach()
         self._changes = Changes(self._settings, self._backwards)
         self._changes.on_torch_imported()
         self._finder = StepFinder()
+        if STEP not in self._settings:
+            self._follow_train_steps()
         BackwardCalls(self._backward_begins, self._backward_ended).attach()
         register_optimizer_step_pre_hook(self._optimizer_begins)
         register_optimizer_step_post_hook(self._optimizer_stepped)
+
+    def _follow_train_steps(self) -> None:
+        """Count the calls of a `TrainStep` that the program itself makes: the hooks of torch do not
+        run in the replay of a CUDA graph."""
+        from stepscope.acceleration.train_step import TrainStep
+
+        plain = TrainStep.__call__
+
+        def call(step: Any, batch: Any) -> Any:
+            if os.getpid() != self._pid:
+                return plain(step, batch)
+            self._finder.optimizer_begins(step.optimizer)
+            self._backwards.paused = True
+            try:
+                loss = plain(step, batch)
+            finally:
+                self._backwards.paused = False
+            self._backwards.note(loss)
+            if not step.pending and self._finder.optimizer_stepped(step.optimizer):
+                self._end_step()
+            return loss
+
+        TrainStep.__call__ = call  # type: ignore[method-assign, assignment]
 
     def _optimizer_begins(self, optimizer: Any, *_: Any) -> None:
         if self._counts() and self._finder.optimizer_begins(optimizer):
@@ -130,8 +161,14 @@ class InterleavedRun:
             self._device.synchronize()
             took = time.perf_counter() - self._warm_since
             self._device.reset_peak()
-            missing = self._changes.without_effect()
-            self._send(Ready(step_ms=1e3 * took, losses=self._backwards.take(), missing=missing))
+            self._send(
+                Ready(
+                    step_ms=1e3 * took,
+                    losses=self._backwards.take(),
+                    missing=self._changes.without_effect(),
+                    switchable=self._changes.switchable(),
+                )
+            )
             self._await_turn()
         elif self._steps > self._warmup:
             self._within_turn()
@@ -153,38 +190,52 @@ class InterleavedRun:
 
     def _within_turn(self) -> None:
         self._left -= 1
-        if self._left == self._turn:
-            self._turn_start = self._device.mark()
-        elif self._left == 0:
-            assert self._turn_start is not None
-            end = self._device.mark()
-            self._device.synchronize()
-            on_device = self._device.device_ms(self._turn_start, end)
-            on_host = 1e3 * (end.host_s - self._turn_start.host_s)
-            took = on_host if on_device is None else on_device
+        if self._left == self._turn.steps:
+            self._start_timing()
+        if self._left == 0:
+            on_host, on_device, cpu_ms = self._timed()
+            after = self._counter.read()
+            counted = None if after is None or self._counted is None else after - self._counted
             peak = self._device.peak_with_graphs() if self._device.kind == "cuda" else None
+            steps = max(1, self._turn.steps)
             self._send(
                 TurnResult(
-                    step_ms=took / self._turn, losses=self._backwards.take(), peak_bytes=peak
+                    step_ms=(on_host if on_device is None else on_device) / steps,
+                    losses=self._backwards.take(),
+                    peak_bytes=peak,
+                    cpu_ms=cpu_ms / steps,
+                    instructions=None if counted is None else counted / steps,
                 )
             )
             self._await_turn()
 
+    def _start_timing(self) -> None:
+        self._counted = self._counter.read()
+        self._cpu_start_s = time.process_time()
+        self._turn_start = self._device.mark()
+
+    def _timed(self) -> tuple[float, float | None, float]:
+        """Milliseconds since the start of the timed steps: on the host, on the device, on CPUs."""
+        assert self._turn_start is not None
+        end = self._device.mark()
+        self._device.synchronize()
+        cpu_ms = 1e3 * (time.process_time() - self._cpu_start_s)
+        on_device = self._device.device_ms(self._turn_start, end)
+        return 1e3 * (end.host_s - self._turn_start.host_s), on_device, cpu_ms
+
     def _await_turn(self) -> None:
         line = self._lines.readline()
-        self._turn = from_json(line, int) if line else 0
-        if not self._turn:
+        if not line:
             # Exit immediately: a script that catches an exception would continue, or write its
             # final checkpoint.
             sys.stdout.flush()
             os._exit(0)
-        self._left = self._turn + _LEAD
+        self._turn = from_json(line, Turn)
+        if self._turn.settings is not None:
+            self._changes.switch(self._turn.settings)
+        self._left = self._turn.steps + self._turn.untimed
+        if not self._turn.untimed:
+            self._start_timing()
 
     def _send(self, message: Ready | TurnResult) -> None:
         self._channel.sendall(msgspec.json.encode(message) + b"\n")
-
-
-def _seed_numpy() -> None:
-    import numpy as np
-
-    np.random.seed(_SEED)

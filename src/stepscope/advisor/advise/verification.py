@@ -1,0 +1,175 @@
+"""Verification of advice: run the trials of a plan, and keep within a time limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from stepscope.advisor.advise import STUDY as TRIALS
+from stepscope.advisor.advise.cases import Script, Trial
+from stepscope.advisor.advise.history import add_to_history
+from stepscope.advisor.advise.outcome import Tried, attributed
+from stepscope.analysis.advice.changes import with_range
+from stepscope.analysis.advice.plan import Plan, Planned
+from stepscope.analysis.advice.search import Space
+from stepscope.records.schema import Record, Run
+from stepscope.records.store import Store
+from stepscope.report.format import duration
+from stepscope.studies.own.cases import OwnStep
+from stepscope.studies.runner.runner import Observer, Runner
+
+_COMPILED_OVER_PLAIN = 3.0
+"""Expected duration of a trial with torch.compile, relative to one without."""
+_SWITCHABLE = ("attention", "gradients", "optimizer", "read_back")
+"""Settings that a running program can usually take back."""
+
+
+class Deadline:
+    """Time budget of all trials: a trial that would end later is not started, and a running one is
+    ended at the deadline. 0 means no limit."""
+
+    def __init__(self, within_s: float, clock: Callable[[], float] | None = None) -> None:
+        self._within_s = within_s
+        self._clock = clock or time.monotonic
+        self._started = self._clock()
+        self._longest: dict[bool, float] = {}
+
+    def took(self, trial: Trial, seconds: float) -> None:
+        kind = compiles(trial)
+        self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
+
+    def allows(self, trial: Trial) -> bool:
+        """Return True if there is time for a trial: as for the longest one so far of its kind, with
+        or without a compiler; the first of a kind is estimated from the other kind."""
+        left = self.left_s
+        kind = compiles(trial)
+        other = self._longest.get(not kind, 0.0)
+        guess = self._longest.get(kind, _COMPILED_OVER_PLAIN * other if kind else other)
+        return left is None or (left > 0 and guess <= left)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds left, or None without a limit."""
+        if not self._within_s:
+            return None
+        return self._within_s - (self._clock() - self._started)
+
+
+def compiles(trial: Trial) -> bool:
+    """Return True if the trial uses torch.compile, which then takes most of its time."""
+    return trial.settings.get("compile", "no") != "no"
+
+
+class Verification:
+    """Trials of combinations of changes within a run, as planned from the results so far."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        store: Store,
+        run: Run,
+        space: Space,
+        template: Trial,
+        *,
+        within_s: float = 0.0,
+        log: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`template` is a trial without changes."""
+        self._runner, self._store, self._run = runner, store, run
+        self._space, self._template = space, template
+        self._deadline = Deadline(within_s)
+        self._log = log
+        self._tried: list[Tried] = []
+
+    def verify(self, observer: Observer) -> None:
+        """Run the trials. Records go to the store; outcomes go to the prediction history."""
+        while (trial := self._next()) is not None:
+            self._tried.append(self._try(trial, observer))
+            if self._tried[-1].cut_off:
+                self._log("out of time (--total-timeout)")
+                return
+
+    @property
+    def plan(self) -> Plan:
+        results = [one.result for one in self._tried]
+        return Plan(self._space, results, lambda one: {*one.setting} <= {*_SWITCHABLE})
+
+    def _next(self) -> Trial | None:
+        """Return the first planned trial that the time allows."""
+        plan = self.plan
+        late = []
+        for planned in plan.trials():
+            trial = self._trial(planned, plan)
+            if self._deadline.allows(trial):
+                return trial
+            late.append(trial.code)
+        if late:
+            self._log(f"not tried, out of time (--total-timeout): {', '.join(late)}")
+        return None
+
+    def _trial(self, planned: Planned, plan: Plan) -> Trial:
+        facts, advice = self._space.facts, planned.combination.advice
+        several = len(advice) > 1
+        return replace(
+            self._template,
+            advice=tuple(with_range(one, facts) for one in advice),
+            together_ms=facts.step_ms - planned.combination.step_ms if several else None,
+            best=None if planned.purpose == "alone" else plan.best_ratio,
+            purpose=planned.purpose,
+        )
+
+    def _try(self, trial: Trial, observer: Observer) -> Tried:
+        case = TRIALS.plan(trial)
+        known = self._record(case.study, case.key)
+        if known is not None and not Tried(known).cut_off:
+            return Tried(known)
+        finished = self._store.finished(self._run.id)
+        # Keeps an interrupted run marked as incomplete.
+        self._store.expect(self._run.id, len({*finished, (case.study, case.key)}))
+        start = time.monotonic()
+        self._runner.run(
+            [case], self._run, self._store, observer, retry=True, within_s=self._deadline.left_s
+        )
+        self._deadline.took(trial, time.monotonic() - start)
+        record = self._record(case.study, case.key)
+        assert record is not None
+        tried = Tried(record)
+        self._log(outcome(tried))
+        if not tried.is_vague and (verified := tried.verified()) is not None:
+            add_to_history([verified])
+        add_to_history(attributed(tried, self._tried))
+        return tried
+
+    def _record(self, study: str, key: str) -> Record | None:
+        records = self._store.records(self._run.id)
+        return next((one for one in records if (one.study, one.case) == (study, key)), None)
+
+
+def template(
+    subject: Script | OwnStep, step_ms: float, batch: int | None, rounds: int, loss_steps: int
+) -> Trial:
+    """Return a trial of a program or a model without changes."""
+    program = subject if isinstance(subject, Script) else None
+    return Trial(
+        base=None if isinstance(subject, Script) else subject,
+        program=program,
+        advice=(),
+        step_ms=step_ms,
+        batch=None if program is None else batch,
+        rounds=rounds,
+        sequential=True,
+        loss_steps=loss_steps,
+    )
+
+
+def outcome(tried: Tried) -> str:
+    """Return the result of a trial as one line, with the time that it took."""
+    gain, took = tried.realized, duration(1e3 * tried.record.elapsed_s)
+    if gain is None or tried.predicted_ms is None or tried.without_effect:
+        return f"{tried.trial.code}: {tried.verdict} ({took})"
+    return (
+        f"{tried.trial.code}: {duration(gain.value)} [{duration(gain.low)}, {duration(gain.high)}]"
+        f" gained, {duration(tried.predicted_ms)} predicted; {tried.verdict} ({took})"
+    )

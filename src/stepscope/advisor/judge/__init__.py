@@ -1,0 +1,1 @@
+"""Referee of two training scripts: is the changed one faster at the same training?"""

@@ -1,0 +1,1 @@
+"""Verified changes written into the user's own source code, as a patch."""
