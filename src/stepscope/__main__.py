@@ -1,8 +1,14 @@
 """Entry point of `stepscope` and `python -m stepscope`."""
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    # `python -m` puts the current folder first on the path; nothing is imported from there.
+    del sys.path[0]
+
+import atexit
 import os
 import signal
-import sys
 from types import FrameType
 
 _INTERRUPTED = 130
@@ -12,10 +18,17 @@ def main() -> int:
     """Run the command line. A signal ends the program with the documented exit code at any moment:
     before the command starts and after it returns there is nothing to save."""
     _on_signals(_exit_interrupted)
+    # Runs after all other functions of `atexit`. The interpreter then restores the default action,
+    # which would end the process by the signal.
+    atexit.register(_on_signals, signal.SIG_IGN)
     from stepscope.cli import main as command
 
-    code = command()
-    _on_signals(_exit_interrupted)
+    try:
+        code = command()
+        _on_signals(_exit_interrupted)
+    except KeyboardInterrupt:
+        # A second signal while the first was handled.
+        os._exit(_INTERRUPTED)
     return code
 
 

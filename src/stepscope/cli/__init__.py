@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import stepscope
+from stepscope.cli.encoding import use_locale
 from stepscope.cli.messages import log
 from stepscope.errors import StepscopeError, in_one_line, unknown_name
 
@@ -22,12 +23,16 @@ COMMANDS = {
     "run": "measure a preset or one study, then write the report",
     "inspect": "run your script; show where its step's time and memory go",
     "advise": "list changes with predicted gains; --verify measures them",
+    "check": "grade your own attention, RMSNorm, DDP, FSDP, ShardedOptimizer",
+    "judge": "decide if a changed script is faster at the same training",
     "report": "write the HTML and Markdown report of a run or record file",
     "show": "print the findings and tables of a run, or one record",
     "export": "write records as JSON Lines, or tables as Markdown, LaTeX or CSV",
     "import": "add the records of a JSON Lines file to the store",
     "compare": "compare two runs or two records; usable as a CI gate",
     "predict": "predict the peak memory of a training step; needs no GPU",
+    "calc": "calculate communication and memory of parallel training",
+    "cs336": "answer the CS336 systems assignment on this machine",
     "rehearse": "predict the time of a recorded step on a cluster",
     "snapshot": "show what a CUDA memory snapshot contains at its peak",
     "trace": "show where the time goes in a profiler trace",
@@ -41,8 +46,8 @@ exit codes:
   0    success
   1    a failure; one line on standard error says what failed and how to fix it
   2    invalid command line, or a file that does not exist
-  3    `compare --fail-above` found a slowdown
-  4    `compare --fail-above` cannot tell: too few samples, or a busy machine
+  3    `compare --fail-above` found a slowdown; `judge` refused the change
+  4    these two cannot tell: too few samples, or a busy machine
   130  interrupted; finished measurements are saved"""
 
 _INTERRUPTED = 130
@@ -78,15 +83,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _prepare_process() -> None:
     """Treat SIGTERM as an interrupt: finished work is saved, workers end, and the command that
     resumes the run is printed."""
+    _open_standard_streams()
+    for stream in (sys.stdout, sys.stderr):
+        use_locale(stream)
     if threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
-    for stream in (sys.stdout, sys.stderr):
-        # A path may contain bytes that are invalid in the stream's encoding.
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+
+
+def _open_standard_streams() -> None:
+    """Open the null device in place of standard streams that the caller has closed (`>&-`): a file
+    that is opened later would get their numbers, and the output."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number.
+            os.open(os.devnull, os.O_RDWR)
+            stream = open(number, "w" if number else "r", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
 
 
 def _drop_output() -> None:

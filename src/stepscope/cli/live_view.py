@@ -21,11 +21,12 @@ from pathlib import Path
 import psutil
 
 from stepscope.advisor.inspect.progress import LiveSteps, read_live
-from stepscope.analysis.verdict import Verdict
+from stepscope.analysis.verdict import RELIABLE, Verdict
 from stepscope.cli.messages import log
 from stepscope.errors import in_one_line
+from stepscope.report.answer import gain_text
 from stepscope.report.format import bytes_, count, duration, percent
-from stepscope.report.verdict import bar_text, gain_text, legend_lines
+from stepscope.report.verdict import bar_text, legend_lines
 
 ROWS = 7
 _LEAST_ROWS, _LEAST_COLUMNS = 20, 50
@@ -194,7 +195,7 @@ def view_lines(
     lines.append("        " + ", ".join(status_facts(live, limited_by, memory_bytes)))
     if advice := best_advice(verdict):
         lines.append(f"advice  {advice}")
-    elif verdict is not None and verdict.trust != "good":
+    elif verdict is not None and verdict.trust not in RELIABLE:
         lines.append(f"advice  none: {verdict.trust_reason}")
     return [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines[:ROWS]]
 

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Self
 
+import psutil
+
 from stepscope.analysis.limits import step_ms
 from stepscope.analysis.trust import trust_of
 from stepscope.cli.messages import write_line
@@ -14,7 +16,9 @@ from stepscope.errors import printable
 from stepscope.records.schema import Record, Run
 from stepscope.report.format import counted, duration
 from stepscope.studies.base import PlannedCase
+from stepscope.studies.registry import viewables
 from stepscope.studies.runner.estimate import TimeLeft
+from stepscope.studies.runner.load import SHORT_BY, OtherWork
 from stepscope.studies.runner.protocol import Progress
 from stepscope.studies.runner.words import case_words
 
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
+_SLOWER = 1.5
+"""Time of the finished cases, relative to the expected one, from which it is explained."""
 CEILINGS_LINE = "measuring this machine's ceilings: matmul rate, bandwidth, launch rate (once)"
 
 
@@ -30,7 +36,8 @@ def outcome(record: Record) -> str:
     if record.status != "ok":
         return f"{record.status}: {record.reason}"
     step = step_ms(record)
-    text = duration(step.median) if step else "ok"
+    study = viewables().get(record.study)
+    text = (study and study.outcome(record)) or (duration(step.median) if step else "ok")
     failed = ", ".join(check.code for check in record.failed_checks)
     return f"{text} ({failed})" if failed else text
 
@@ -40,6 +47,14 @@ def waiting_text(up_to_s: float, used: float, cores: int) -> str:
         f"waiting up to {up_to_s:.3g} s (--wait): other processes use {used:.2g} of"
         f" {counted(cores, 'core')}"
     )
+
+
+def slower_text(pace: float, used: float, cores: int) -> str:
+    """Why the rest of a run takes longer than expected."""
+    text = f"cases take {pace:.1f} times as long as expected, and so will the rest"
+    if used < SHORT_BY * cores:
+        return f"{text}; no other process uses much of the CPU"
+    return f"{text}: other processes use {used:.2g} of {counted(cores, 'core')}"
 
 
 def again_text(record: Record) -> str:
@@ -53,6 +68,9 @@ class _Progress:
         self._total, self._done, self._left = total, done, left
         self._started = time.monotonic()
         self._skipped: Counter[str] = Counter()
+        self._others = OtherWork()
+        self._told = _SLOWER / 2
+        """The pace that was reported last."""
         self._write(_first_line(run, total, done, left))
 
     def __enter__(self) -> Self:
@@ -78,7 +96,16 @@ class _Progress:
         if record.status == "skipped":
             self._skipped[record.reason] += 1
         else:
+            self._explain_pace()
             self._report(record)
+
+    def _explain_pace(self) -> None:
+        """Say why the expected time grows, each time that cases take twice as long again."""
+        pace = 1.0 if self._left is None else self._left.pace()
+        if pace < 2 * self._told:
+            return
+        self._told = pace
+        self._write(slower_text(pace, self._others.cores(), psutil.cpu_count() or 1))
 
     def waiting(self, up_to_s: float, used: float, cores: int) -> None:
         self._write(waiting_text(up_to_s, used, cores))
@@ -214,3 +241,15 @@ def make_observer(
     run: Run, total: int, done: int, left: TimeLeft | None = None
 ) -> PlainLines | LiveLine:
     return (LiveLine if sys.stderr.isatty() else PlainLines)(run, total, done, left)
+
+
+class Calibrating:
+    """Observer for commands that measure only ceilings, and only if they are not cached."""
+
+    def __init__(self) -> None:
+        self._logged = False
+
+    def calibrating(self, progress: Progress) -> None:  # noqa: ARG002
+        if not self._logged:
+            write_line(CEILINGS_LINE)
+            self._logged = True

@@ -5,19 +5,14 @@ from __future__ import annotations
 import typing
 from collections.abc import Sequence
 
-from stepscope.cli.common import new_name
 
-
-def split_words(
-    words: Sequence[str], options: type, command: str
-) -> tuple[list[str], str | None, list[str]]:
-    """Return Stepscope's options, the script (if any), and the script's arguments. Former names of
-    the command's options are replaced."""
+def split_words(words: Sequence[str], options: type) -> tuple[list[str], str | None, list[str]]:
+    """Return Stepscope's options, the script (if any), and the script's arguments."""
     types = typing.get_type_hints(options)
     index = 0
     own: list[str] = []
     while index < len(words) and words[index].startswith("-"):
-        word = new_name(words[index], command)
+        word = words[index]
         if word == "--":
             index += 1
             break

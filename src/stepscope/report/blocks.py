@@ -7,8 +7,9 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.analysis.conclusions import NOTHING, Conclusion
 from stepscope.analysis.flame import Frame
-from stepscope.analysis.verdict import Verdict
+from stepscope.analysis.verdict import AtMost, Verdict
 
 Kind = Literal["text", "code", "number", "count", "percent", "bytes", "rate"]
 """`code` is text in a monospaced font."""
@@ -19,14 +20,14 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all blocks."""
 
 
-class Spread(Data, frozen=True):
+class Spread(Data, tag="spread", frozen=True):
     """A value with a symmetric spread, shown as 12.3 ± 0.4."""
 
     value: float
     plus_minus: float
 
 
-class Interval(Data, frozen=True):
+class Interval(Data, tag="interval", frozen=True):
     """A value with its confidence interval, shown as 12.3 [12.1, 12.6]."""
 
     value: float
@@ -34,7 +35,7 @@ class Interval(Data, frozen=True):
     high: float
 
 
-Cell = str | int | float | Spread | Interval | None
+Cell = str | int | float | Spread | Interval | AtMost | None
 """A value of a table. Text is shown unchanged in any column (`OOM`); None is shown as a dash."""
 
 
@@ -62,7 +63,7 @@ class Curve(Data, frozen=True):
     """Points of one label; `low` and `high` are the ends of the error bars."""
 
     label: str
-    x: tuple[float, ...] | tuple[str, ...]
+    x: tuple[float | str, ...]
     y: tuple[float, ...]
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
@@ -162,9 +163,10 @@ class Finding(Data, tag="finding", frozen=True):
     """An answer to a study's question: a code, its values, and a sentence with these values.
 
     `text` states what was measured. `conclusion` is a cause, a ranking or a recommendation that is
-    valid only if the measurements are good. `records` are the ids of the records that both are
-    based on; a finding without ids is based on all records of its section. If one of them is not
-    trusted, `studies.trusted` removes the good tone and the conclusion.
+    valid only if the measurements are good and show it (see `analysis.conclusions`). `records` are
+    the ids of the records that both are based on; a finding without ids is based on all records of
+    its section. If one of them is not trusted, `studies.trusted` removes the good tone and the
+    conclusion.
     """
 
     text: str
@@ -172,7 +174,7 @@ class Finding(Data, tag="finding", frozen=True):
     code: str = ""
     """Identifier for programs and tests: `memory.prediction-off`."""
     values: Mapping[str, Value] = {}
-    conclusion: str = ""
+    conclusion: Conclusion = NOTHING
     records: tuple[str, ...] = ()
     timed: bool = True
     """True if the finding is based on times. A memory peak, a dtype or a numerical error is the
@@ -202,3 +204,37 @@ class Page(Data, frozen=True):
     """A warning about the entire page, such as a busy machine."""
     verdict: Verdict | None = None
     """The answer that the page opens with."""
+
+
+class Item(Data, frozen=True):
+    """A question of a document with its answers, measured here and elsewhere."""
+
+    label: str
+    question: str
+    code: str = ""
+    """The implementation that the question asks for."""
+    commands: tuple[str, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    lacking: str = ""
+    """Why blocks measured here are missing."""
+    elsewhere: tuple[Block, ...] = ()
+    source: str = ""
+    """Where the blocks of `elsewhere` were measured."""
+
+
+class Chapter(Data, frozen=True):
+    name: str
+    title: str
+    note: str
+    items: tuple[Item, ...]
+
+
+class Document(Data, frozen=True):
+    """Questions with their answers, chapter by chapter."""
+
+    title: str
+    subtitle: str
+    introduction: str
+    summary: Table | None
+    chapters: tuple[Chapter, ...]
+    banner: str = ""

@@ -9,10 +9,13 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
+from stepscope.analysis.verdict import AtMost, Share
 from stepscope.report.blocks import Cell, Column, Interval, Spread
 
 DASH = "–"
 MINUS = "−"
+UP_TO = "≤ "
+"""Mark of an upper bound: a number that rests on a doubtful ceiling."""
 
 Scale = tuple[float, str]
 """Divisor of a value and the suffix of the result."""
@@ -57,7 +60,16 @@ def counted(number: int, noun: str) -> str:
     return f"{count(number)} {noun}" + ("" if number == 1 else "s")
 
 
-def duration(ms: float, digits: int = 3) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Format names as in a sentence: a, b and c."""
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def duration(ms: Share, digits: int = 3) -> str:
+    if isinstance(ms, AtMost):
+        return f"{UP_TO}{duration(ms.value, digits)}"
     return _scaled(ms, _pick(ms, _TIMES, 1000, digits), digits)
 
 
@@ -69,8 +81,10 @@ def rate(value: float, unit: str, digits: int = 3) -> str:
     return _scaled(value, _pick(value, _rates(unit), 1000, digits), digits)
 
 
-def percent(fraction: float) -> str:
+def percent(fraction: Share) -> str:
     """Format with one decimal; a share below a tenth of a percent keeps its first digit."""
+    if isinstance(fraction, AtMost):
+        return f"{UP_TO}{percent(fraction.value)}"
     divisor, suffix = _PERCENT
     value = fraction / divisor
     if 0 < abs(value) < _LEAST_PERCENT:
@@ -106,6 +120,8 @@ def cell_text(cell: Cell, column: Column) -> str:
         return DASH
     if isinstance(cell, str):
         return cell
+    if isinstance(cell, AtMost):
+        return f"{UP_TO}{cell_text(cell.value, column)}"
     if isinstance(cell, Spread):
         return _spread_text(cell, column)
     if isinstance(cell, Interval):

@@ -18,14 +18,19 @@ from importlib import resources
 from typing import TYPE_CHECKING, NamedTuple
 
 from stepscope.analysis.flame import Frame
+from stepscope.analysis.verdict import AtMost
+from stepscope.errors import printable
 from stepscope.report.blocks import (
     Block,
     Cell,
+    Chapter,
     Column,
+    Document,
     Figure,
     Finding,
     Flame,
     Interval,
+    Item,
     Page,
     Section,
     Spread,
@@ -54,6 +59,9 @@ DENSE_FROM = 10
 
 TALL_FROM = 40
 """Tables with more rows than this scroll in a separate box."""
+
+SHOWN_ROWS = 12
+"""Tables of a document with more rows than this are folded."""
 
 MAX_FIGURE_ROWS = 60
 LONG_TEXT = 28
@@ -119,6 +127,29 @@ class SectionView(NamedTuple):
     evidence_title: str
 
 
+class ItemView(NamedTuple):
+    """A question of a document: its findings and pictures, and its tables, which are folded."""
+
+    label: str
+    question: str
+    code: str
+    commands: tuple[str, ...]
+    blocks: list[tuple[str, object]]
+    folded: list[tuple[str, object]]
+    lacking: str
+    elsewhere: list[tuple[str, object]]
+    elsewhere_folded: list[tuple[str, object]]
+    source: str
+
+
+class ChapterView(NamedTuple):
+    anchor: str
+    name: str
+    title: str
+    note: str
+    items: list[ItemView]
+
+
 class Builder:
     """Converts blocks to the views of the template and assigns unique anchors."""
 
@@ -150,6 +181,29 @@ class Builder:
             [view for is_lead, view in views if is_lead],
             [view for is_lead, view in views if not is_lead],
             _contents(rest),
+        )
+
+    def chapter(self, chapter: Chapter) -> ChapterView:
+        anchor = self.anchor(chapter.name)
+        items = [self._item(item) for item in chapter.items]
+        return ChapterView(anchor, chapter.name, chapter.title, chapter.note, items)
+
+    def _item(self, item: Item) -> ItemView:
+        def views(blocks: tuple[Block, ...], *, folded: bool) -> list[tuple[str, object]]:
+            large = [b for b in blocks if isinstance(b, Table) and len(b.rows) > SHOWN_ROWS]
+            return [self._block(block) for block in blocks if (block in large) is folded]
+
+        return ItemView(
+            item.label,
+            item.question,
+            item.code,
+            item.commands,
+            views(item.blocks, folded=False),
+            views(item.blocks, folded=True),
+            item.lacking,
+            views(item.elsewhere, folded=False),
+            views(item.elsewhere, folded=True),
+            item.source,
         )
 
     def _block(self, block: Block) -> tuple[str, object]:
@@ -263,6 +317,24 @@ def html_page(page: Page) -> str:
     )
 
 
+def html_document(document: Document) -> str:
+    """A document of questions and answers as one file."""
+    from markupsafe import Markup
+
+    builder = Builder()
+    summary = builder.table(document.summary) if document.summary else None
+    chapters = [builder.chapter(chapter) for chapter in document.chapters]
+    return standalone(
+        "document.html.j2",
+        page=document,
+        summary=summary,
+        chapters=chapters,
+        legend=LEGEND if builder.legend_used else (),
+        details=Markup(_json(builder.details)),
+        flames=Markup(_json(builder.flames)),
+    )
+
+
 def html_frame(verdict: Verdict | None = None, table: Table | None = None, note: str = "") -> str:
     """A verdict and a table in an inline frame, for the output of a notebook's cell. The frame
     keeps the styles and the script apart from those of the notebook."""
@@ -305,7 +377,8 @@ def standalone(template: str, **values: object) -> str:
         )
     )
     values |= {"policy": policy, "style": Markup(style), "script": Markup(script)}
-    return _templates().get_template(template).render(**values)
+    # Stepscope itself writes no control characters.
+    return printable(_templates().get_template(template).render(**values))
 
 
 def _compact(frame: Frame, least: float | None = None) -> list[object]:
@@ -325,7 +398,7 @@ def _cell(cell: Cell, column: Column) -> CellView:
         return CellView(text, "", look)
     if cell is None:
         return CellView(text, "", "none number" if is_numeric(column) else "none")
-    value = cell.value if isinstance(cell, Spread | Interval) else cell
+    value = cell.value if isinstance(cell, Spread | Interval | AtMost) else cell
     look = "number" if is_numeric(column) else ""
     return CellView(text, repr(value) if math.isfinite(value) else "", look)
 

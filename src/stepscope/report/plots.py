@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 446.0, 238.0
 """Size in points, the units of the drawing."""
 
+_DPI = 180
 _LONGEST_SINGLE_NAME = 48
 _MAX_MARKERS = 32
 _MAX_BAR_NUMBERS = 12
@@ -40,10 +41,24 @@ _RC: dict[Any, Any] = {
 
 def svg(figure: Figure, prefix: str = "figure") -> str:
     """Draw the figure; `prefix` must be unique among the figures of the page."""
+    out = io.StringIO()
+    _save(figure, out, format="svg", transparent=True, metadata={"Date": None})
+    labels = ", ".join(clean(curve.label) for curve in figure.curves)
+    text = f"{clean(figure.y_label)} against {clean(figure.x_label)}: {labels}"
+    return inline_svg(out.getvalue(), prefix=prefix, title=clean(figure.title), description=text)
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as an image file, on paper."""
+    out = io.BytesIO()
+    _save(figure, out, format="png", dpi=_DPI, facecolor=PAPER, metadata={"Software": None})
+    return out.getvalue()
+
+
+def _save(figure: Figure, out: io.StringIO | io.BytesIO, **options: Any) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure as Canvas
 
-    out = io.StringIO()
     with mpl.rc_context(), warnings.catch_warnings():
         # A glyph that is missing in matplotlib's font is drawn with the browser's font.
         warnings.simplefilter("ignore", UserWarning)
@@ -51,10 +66,7 @@ def svg(figure: Figure, prefix: str = "figure") -> str:
         mpl.rcParams.update(_RC)
         canvas = Canvas(figsize=(WIDTH / 72, HEIGHT / 72))
         _draw(canvas.add_axes((0, 0, 1, 1)), figure)
-        canvas.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    labels = ", ".join(clean(curve.label) for curve in figure.curves)
-    text = f"{clean(figure.y_label)} against {clean(figure.x_label)}: {labels}"
-    return inline_svg(out.getvalue(), prefix=prefix, title=clean(figure.title), description=text)
+        canvas.savefig(out, **options)
 
 
 def _draw(axes: Axes, figure: Figure) -> None:

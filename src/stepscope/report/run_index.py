@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from stepscope.analysis.verdict import Verdict
+from stepscope.errors import StepscopeError, printable
+from stepscope.files import read_limited, replace_file
+from stepscope.report.answer import sentences
 from stepscope.report.format import duration, number
 from stepscope.report.html import standalone
-from stepscope.report.verdict import sentences
 
 _ENTRY = "run.json"
+MAX_ENTRY_BYTES = 1 << 20
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,199}")
+_LONGEST_MS = 1e12
 
 
 class RunEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +47,8 @@ def entry_of(run: str, title: str, subtitle: str, verdict: Verdict | None) -> Ru
 
 
 def write_entry(folder: Path, entry: RunEntry) -> None:
-    (folder / _ENTRY).write_bytes(msgspec.json.encode(entry))
+    text = printable(msgspec.json.encode(entry).decode())
+    replace_file(folder / _ENTRY, [text.encode()])
 
 
 def read_entries(out: Path) -> list[RunEntry]:
@@ -49,16 +56,19 @@ def read_entries(out: Path) -> list[RunEntry]:
     entries = []
     for path in out.glob(f"*/{_ENTRY}"):
         try:
-            entries.append(msgspec.json.decode(path.read_bytes(), type=RunEntry))
-        except (OSError, msgspec.DecodeError):
+            entry = msgspec.json.decode(read_limited(path, MAX_ENTRY_BYTES, ""), type=RunEntry)
+        except (OSError, StepscopeError, msgspec.DecodeError, UnicodeError, RecursionError):
             continue
+        # The name becomes part of an address and of a command line.
+        if entry.run == path.parent.name and _NAME.fullmatch(entry.run):
+            entries.append(entry)
     return sorted(entries, key=lambda entry: entry.run, reverse=True)
 
 
 def _against(entry: RunEntry, latest: RunEntry) -> str:
     """The step of the latest run of the same subject against that of an earlier one; empty if one
     is unknown."""
-    if not entry.step_ms or not latest.step_ms:
+    if not entry.step_ms or not latest.step_ms or max(entry.step_ms, latest.step_ms) > _LONGEST_MS:
         return ""
     ratio = entry.step_ms / latest.step_ms
     change = f"{number(ratio, 3)}× as fast" if ratio >= 1 else f"{number(1 / ratio, 3)}× as long"

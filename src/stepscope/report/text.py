@@ -7,6 +7,8 @@ import io
 import re
 from collections.abc import Iterator
 
+from stepscope.analysis.verdict import AtMost
+from stepscope.errors import printable
 from stepscope.report.blocks import (
     Block,
     Cell,
@@ -27,7 +29,7 @@ from stepscope.report.verdict import verdict_markdown
 MAX_FIGURE_ROWS = 12
 """A figure with more points than this is only named in Markdown, without its data."""
 
-_TONES = {"good": "✓", "info": "•", "warn": "⚠"}
+TONES = {"good": "✓", "info": "•", "warn": "⚠"}
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
 _RAW_UNITS = {"percent": "fraction", "bytes": "B"}
 
@@ -47,6 +49,7 @@ _LATEX = {
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
     '"': r"\textquotedbl{}",
+    "≤": r"\ensuremath{\leq}",
     "[": "{[}",
     "]": "{]}",
     "±": r"$\pm$",
@@ -58,6 +61,25 @@ _LATEX = {
     "–": "--",
     "−": "$-$",
     "²": r"\textsuperscript{2}",
+    "≥": r"\ensuremath{\geq}",
+    "′": r"\ensuremath{'}",
+    "∗": r"\ensuremath{*}",
+    "α": r"\ensuremath{\alpha}",
+    "β": r"\ensuremath{\beta}",
+    "→": r"\ensuremath{\rightarrow}",
+    "⇔": r"\ensuremath{\Leftrightarrow}",
+    "√": r"\ensuremath{\surd}",
+    "Σ": r"\ensuremath{\Sigma}",
+    "…": r"\ldots{}",
+    "“": "``",
+    "”": "''",
+    "₁": r"\textsubscript{1}",
+    "₂": r"\textsubscript{2}",
+    "₃": r"\textsubscript{3}",
+    "ᵀ": r"\textsuperscript{T}",
+    "ⁱ": r"\textsuperscript{i}",
+    "⁽": r"\textsuperscript{(}",
+    "⁾": r"\textsuperscript{)}",
 }
 
 
@@ -67,20 +89,21 @@ def is_numeric(column: Column) -> bool:
 
 def markdown(table: Table) -> str:
     """Format a pipe table with its title above and its caption below."""
-    lines = [f"**{_md(table.title)}**", ""] if table.title else []
+    lines = [f"**{markdown_text(table.title)}**", ""] if table.title else []
     lines += _md_grid(table)
     if table.caption:
-        lines += ["", _md_prose(table.caption)]
+        lines += ["", markdown_prose(table.caption)]
     return "\n".join(lines) + "\n"
 
 
 def markdown_page(page: Page) -> str:
-    warning = f"> {_TONES['warn']} {_md_prose(page.banner)}" if page.banner else ""
+    warning = f"> {TONES['warn']} {markdown_prose(page.banner)}" if page.banner else ""
     answer = verdict_markdown(page.verdict) if page.verdict else ""
-    parts = [f"# {_md(page.title)}", _md(page.subtitle), warning, answer, markdown(page.headline)]
+    title, subtitle = f"# {markdown_text(page.title)}", markdown_text(page.subtitle)
+    parts = [title, subtitle, warning, answer, markdown(page.headline)]
     for section in page.sections:
-        parts += [f"## {_md(section.title)}", f"*{_md(section.question)}*"]
-        parts += _md_blocks(section.blocks)
+        parts += [f"## {markdown_text(section.title)}", f"*{markdown_text(section.question)}*"]
+        parts += markdown_blocks(section.blocks)
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 
@@ -115,11 +138,11 @@ def csv_text(table: Table) -> str:
     return out.getvalue()
 
 
-def _md_blocks(blocks: tuple[Block, ...]) -> Iterator[str]:
+def markdown_blocks(blocks: tuple[Block, ...]) -> Iterator[str]:
     for block in blocks:
         match block:
             case Finding():
-                yield f"> {_TONES[block.tone]} {_md_prose(block.sentence)}"
+                yield f"> {TONES[block.tone]} {markdown_prose(block.sentence)}"
             case Table():
                 yield markdown(block)
             case Figure():
@@ -136,13 +159,13 @@ def _md_figure(figure: Figure) -> str:
 
 
 def _md_unshown(figure: Figure | Timeline | Flame) -> str:
-    caption = f": {_md_prose(figure.caption)}" if figure.caption else ""
-    return f"*Figure, not shown here: {_md(figure.title)}*{caption}"
+    caption = f": {markdown_prose(figure.caption)}" if figure.caption else ""
+    return f"*Figure, not shown here: {markdown_text(figure.title)}*{caption}"
 
 
 def _md_grid(table: Table) -> list[str]:
     rules = ["---:" if is_numeric(column) else ":---" for column in table.columns]
-    rows = [[_md(header(column)) for column in table.columns], rules]
+    rows = [[markdown_text(header(column)) for column in table.columns], rules]
     rows += [
         [_md_cell(cell, column) for cell, column in zip(row, table.columns, strict=True)]
         for row in table.rows
@@ -157,15 +180,15 @@ def _md_cell(cell: Cell, column: Column) -> str:
         safe = text.replace("`", "'").replace("|", r"\|")
         return "<br>".join(f"`{_one_line(line)}`" for line in safe.splitlines())
     # The brackets of an interval do not form a link, but a unit may contain any text.
-    return _md(text) if isinstance(cell, str) or column.kind == "rate" else text
+    return markdown_text(text) if isinstance(cell, str) or column.kind == "rate" else text
 
 
-def _md(text: str) -> str:
+def markdown_text(text: str) -> str:
     """Escape text for Markdown and for the HTML inside it."""
     return _MARKDOWN.sub(r"\\\1", _one_line(text))
 
 
-def _md_prose(text: str) -> str:
+def markdown_prose(text: str) -> str:
     """Escape text for Markdown, except code in backticks."""
     parts = re.split(r"(`[^`]+`)", _one_line(text))
     return "".join(
@@ -179,14 +202,14 @@ def _texts(table: Table) -> Iterator[list[str]]:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
 
 
 def _latex_row(texts: list[str]) -> str:
-    return " & ".join(_latex_text(text) for text in texts) + r" \\"
+    return " & ".join(latex_text(text) for text in texts) + r" \\"
 
 
-def _latex_text(text: str) -> str:
+def latex_text(text: str) -> str:
     return "".join(_LATEX.get(letter, letter) for letter in _one_line(text))
 
 
@@ -203,6 +226,8 @@ def _fields(column: Column, cells: list[Cell]) -> Iterator[tuple[str, list[objec
     if any(isinstance(cell, Interval) for cell in cells):
         yield title(" low"), [cell.low if isinstance(cell, Interval) else "" for cell in cells]
         yield title(" high"), [cell.high if isinstance(cell, Interval) else "" for cell in cells]
+    if any(isinstance(cell, AtMost) for cell in cells):
+        yield title(" is"), ["at most" if isinstance(cell, AtMost) else "" for cell in cells]
 
 
 def _raw(cell: Cell) -> object:
@@ -210,10 +235,11 @@ def _raw(cell: Cell) -> object:
         return ""
     if isinstance(cell, str):
         return _inert(cell)
-    return cell.value if isinstance(cell, Spread | Interval) else cell
+    return cell.value if isinstance(cell, Spread | Interval | AtMost) else cell
 
 
 def _inert(text: str) -> str:
     """Escape text that a spreadsheet would evaluate as a formula."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return f"'{text}" if text.startswith(_FORMULA_STARTS) else text
+    safe = "\t".join(map(printable, text.split("\t")))
+    return f"'{safe}" if text.startswith(_FORMULA_STARTS) else safe

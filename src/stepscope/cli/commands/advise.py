@@ -12,23 +12,20 @@ from typing import Annotated, Literal
 import msgspec
 import tyro
 
-from stepscope.advisor.advise.cases import OF_MODELS, OF_SCRIPTS, Script, Trial
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
-from stepscope.advisor.advise.facts import facts_of
-from stepscope.advisor.advise.given import advice_given, with_advice
-from stepscope.advisor.advise.history import read_history
-from stepscope.analysis.advice.calibration import factors
-from stepscope.analysis.advice.changes import Advice, advise, afterwards, not_applicable
-from stepscope.analysis.advice.facts import Facts
-from stepscope.analysis.advice.rule import REGISTRY
-from stepscope.analysis.advice.timeline import gain_ms
+from stepscope.advisor.advise.cases import Script
+from stepscope.advisor.advise.given import with_advice
+from stepscope.advisor.advise.step import RecordedStep
+from stepscope.advisor.advise.verification import Verification, template
+from stepscope.analysis.advice.search import ORDER
 from stepscope.analysis.plausibility import plausible
 from stepscope.cli.advice_page import conclude
-from stepscope.cli.common import StoreOptions, load_records, parse, with_new_names
+from stepscope.cli.answer import AnswerOptions
+from stepscope.cli.common import load_records, parse
 from stepscope.cli.messages import log
-from stepscope.cli.progress import make_observer
+from stepscope.cli.patching import apply_verified
+from stepscope.cli.progress import Calibrating, make_observer
 from stepscope.cli.scripts import split_words
-from stepscope.cli.verification import Calibrating, Verification
 from stepscope.errors import StepscopeError, UsageError, in_one_line, no_such_file, unknown_name
 from stepscope.records.names import file_name
 from stepscope.records.schema import Environment, Record, Run
@@ -43,7 +40,7 @@ from stepscope.studies.program.rows import ProgramRecord
 from stepscope.studies.runner.runner import Runner, new_run, plan_digest
 
 
-class AdviseOptions(StoreOptions, frozen=True, kw_only=True):
+class AdviseOptions(AnswerOptions, frozen=True, kw_only=True):
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT [ARGUMENTS …]")] = ""
     """A training script and its arguments; or a .jsonl file or a run (id, latest) that was recorded
     by `stepscope inspect` or `stepscope run own`."""
@@ -61,10 +58,20 @@ class AdviseOptions(StoreOptions, frozen=True, kw_only=True):
     optimizer: str = "adamw"
     """With --model: optimizer of the unchanged step."""
     verify: bool = False
-    """Try the changes on this machine: each one alternates with the unchanged step (A/B), then
-    those that made it faster are tried together."""
+    """Try the changes on this machine, alternating with the unchanged step (A/B): the combination
+    that is predicted to be fastest first, then without each of its changes, then others."""
+    apply: bool = False
+    """Write the verified combination into the script as a patch, SCRIPT.stepscope.patch, after
+    running the patched script against the original. No other file is written."""
+    in_place: bool = False
+    """With --apply: change the script itself, too."""
+    keep: bool = False
+    """With --apply: write the patch even if it shows no gain."""
+    patch: Path | None = None
+    """With --apply: file of the patch."""
     rounds: int = 15
-    """Rounds of a trial; each round times the unchanged and the changed step."""
+    """Most rounds of a trial; each round times the unchanged and the changed step. A trial ends as
+    soon as its gain is known."""
     only: str = ""
     """Codes of the changes to try, separated by commas (bfloat16,compile). Without it: all that
     apply."""
@@ -81,27 +88,28 @@ class AdviseOptions(StoreOptions, frozen=True, kw_only=True):
     """Device for --model; auto uses a GPU if there is one. A script chooses its own device."""
     timeout: float = 600.0
     """Time limit of each trial, in seconds."""
-    json: bool = False
-    """Print one line of JSON instead of the tables."""
 
 
 def main(words: list[str]) -> int:
-    own, target, rest = split_words(words, AdviseOptions, "advise")
+    own, target, rest = split_words(words, AdviseOptions)
     is_script = target is not None and ("--module" in own or target.endswith(".py"))
     options = parse(
         AdviseOptions,
-        own if is_script else with_new_names(words, "advise"),
+        own if is_script else words,
         "advise",
         "List the changes that apply to a training step, with the predicted gain in time and\n"
-        "memory and the risk of each. --verify measures them on this machine. Your files are not\n"
-        "modified: changes are applied at run time, in a separate process for each trial. A trial\n"
-        "runs the script from its beginning for a few tens of steps, so files that it writes are\n"
-        "written again. Options of advise go before the script, the script's options after it.",
+        "memory and the risk of each. --verify measures them on this machine, --apply writes them\n"
+        "as a patch. Your files are not modified: changes are applied at run time, in a separate\n"
+        "process for each trial. A trial runs the script from its beginning for a few tens of\n"
+        "steps, so files that it writes are written again. Options of advise go before the\n"
+        "script, the script's options after it.",
         (
             "stepscope advise train.py --batch-size 8",
             "stepscope advise --verify train.py --batch-size 8",
             "stepscope advise --verify --total-timeout 300 --resume train.py --batch-size 8",
             "stepscope advise --verify --only bfloat16,compile train.py",
+            "stepscope advise --apply train.py --batch-size 8",
+            "stepscope advise --apply --in-place latest",
             "stepscope advise stepscope-out/train.jsonl",
             "stepscope advise --model examples.slow:build --verify",
         ),
@@ -117,8 +125,10 @@ def main(words: list[str]) -> int:
             f"--total-timeout is {options.total_timeout:g} and --timeout {options.timeout:g}",
             "--total-timeout must be 0 or above, --timeout above 0 seconds",
         )
+    if (options.in_place or options.keep or options.patch) and not options.apply:
+        raise UsageError("--in-place, --keep and --patch belong to --apply", "give --apply, too")
     for code in _wanted(options):
-        if code not in (known := [entry.code for entry in REGISTRY]):
+        if code not in (known := [entry.code for entry in ORDER]):
             raise unknown_name("change", code, known)
     if is_script:
         assert target is not None
@@ -128,31 +138,12 @@ def main(words: list[str]) -> int:
             "there is no step to advise on", "give exactly one of a script, records, or --model"
         )
     if not options.source:
+        if options.apply:
+            raise UsageError("--apply needs a script", "--model has no training loop to edit")
         return _advise_model(options, words)
     if options.verify:
         raise UsageError("--verify cannot run records", "give the script, or --model")
     return _show(options, load_records(options.source, options))
-
-
-def _advice(
-    record: Record, lacks: Sequence[str] = (), before: str | None = None
-) -> tuple[Advice, ...]:
-    return advise(facts_of(record, lacks=lacks), _factors(record, before))
-
-
-def _advice_after(
-    record: Record, codes: Sequence[str], lacks: Sequence[str], before: str
-) -> tuple[Advice, ...]:
-    """Advise on the step with the changes `codes` applied."""
-    facts = facts_of(record, lacks=lacks)
-    return advise(afterwards(facts, codes), _factors(record, before))
-
-
-def _factors(record: Record, before: str | None) -> dict[str, float]:
-    """Correction factors from the changes verified on this device before the time `before`, so that
-    a resumed run gives the same advice again."""
-    past = [one for one in read_history() if before is None or one.when < before]
-    return factors(past, record.environment.device_name)
 
 
 def _show(options: AdviseOptions, records: Sequence[Record]) -> int:
@@ -170,7 +161,9 @@ def _show(options: AdviseOptions, records: Sequence[Record]) -> int:
     base, lacks = _with_ceilings(usable[0], options)
     page = _page(options, Path(options.source).stem if is_file else _subject(base))
     with explained(base.study):
-        return conclude(page, options.json, base, _advice(base, lacks), records)
+        source = shlex.quote(options.source)
+        code = conclude(page, options, RecordedStep(base, lacks), records, source)
+    return code or _apply(options, records)
 
 
 def _with_ceilings(record: Record, options: AdviseOptions) -> tuple[Record, tuple[str, ...]]:
@@ -248,6 +241,7 @@ def _advise_script(
     with Store(options.store) as store:
         run, new = _find_run(options, store, [request], words)
         recorded = [] if new else [one for one in store.records(run.id) if one.study == STUDY_NAME]
+        step: RecordedStep | None = None
         if recorded:
             base = recorded[0]
         else:
@@ -272,18 +266,33 @@ def _advise_script(
                 with make_observer(run, 0, 0) as observer:
                     ceilings = runner.ceilings(observer)
                 base = msgspec.structs.replace(base, run=run.id, ceilings=ceilings)
-                base = with_advice(base, _advice(base, tuple(runner.lacks), run.created))
+                step = RecordedStep(base, tuple(runner.lacks), run.created)
+                base = step.record = with_advice(base, step.advice)
                 # A run without a record would become `latest`.
                 with store.transaction():
                     if new:
                         store.add_run(run)
                     store.add(base)
-            advice = advice_given(base) or ()
-            _verify(options, runner, store, run, base, advice, script)
+            step = step or RecordedStep(base, tuple(runner.lacks), run.created)
+            _verify(options, runner, store, run, step, script)
         records = store.records(run.id)
     # A script and a module of the same name are different programs.
     page = _page(options, f"{target}-module" if options.module else Path(target).stem)
-    return conclude(page, options.json, base, advice, records)
+    return conclude(page, options, step, records, run.id) or _apply(options, records)
+
+
+def _apply(options: AdviseOptions, records: Sequence[Record]) -> int:
+    """Write the patch of the verified changes, if that is requested."""
+    if not options.apply:
+        return 0
+    return apply_verified(
+        records,
+        options.patch,
+        in_place=options.in_place,
+        keep=options.keep,
+        rounds=options.rounds,
+        loss_steps=options.loss_steps,
+    )
 
 
 def _advise_model(options: AdviseOptions, words: Sequence[str]) -> int:
@@ -308,23 +317,22 @@ def _advise_model(options: AdviseOptions, words: Sequence[str]) -> int:
             base = next(one for one in store.records(run.id) if one.study == OWN_NAME)
             if base.status != "ok":
                 raise StepscopeError(f"{base.case}: {base.reason or base.status}")
-            advice = _advice(base, tuple(runner.lacks), run.created)
-            case = msgspec.convert(base.config, OwnStep)
-            _verify(options, runner, store, run, base, advice, case)
+            step = RecordedStep(base, tuple(runner.lacks), run.created)
+            _verify(options, runner, store, run, step, msgspec.convert(base.config, OwnStep))
         records = store.records(run.id)
-    return conclude(_page(options, _subject(base)), options.json, base, advice, records)
+    return conclude(_page(options, _subject(base)), options, step, records, run.id)
 
 
 def _wanted(options: AdviseOptions) -> tuple[str, ...]:
     return tuple(code.strip() for code in options.only.split(",") if code.strip())
 
 
-def _codes(options: AdviseOptions, advice: Sequence[Advice], facts: Facts) -> tuple[str, ...]:
+def _codes(options: AdviseOptions, step: RecordedStep) -> tuple[str, ...]:
     wanted = _wanted(options)
-    known = [one.code for one in advice]
+    known = [one.code for one in step.advice]
     for code in wanted:
         if code not in known:
-            reasons = {one.code: one.reason for one in not_applicable(facts)}
+            reasons = {one.code: one.reason for one in step.not_applicable}
             why = f": {reasons[code]}" if code in reasons else ""
             raise UsageError(
                 f"{code} is not advised for this step{why}",
@@ -338,22 +346,25 @@ def _verify(
     runner: Runner,
     store: Store,
     run: Run,
-    base: Record,
-    advice: Sequence[Advice],
+    step: RecordedStep,
     subject: Script | OwnStep,
 ) -> None:
     """Try the advised changes of a script or a model if that is requested; check --only anyway."""
+    only, facts = _codes(options, step), step.facts
+    if not (options.verify or options.apply):
+        return
     verification = Verification(
         runner,
         store,
         run,
-        lambda some: _trial(options, base, some, subject),
-        lambda codes: _advice_after(base, codes, tuple(runner.lacks), run.created),
+        step.space(only),
+        template(subject, facts.step_ms, facts.batch, options.rounds, options.loss_steps),
         within_s=options.total_timeout,
-        only=_codes(options, advice, facts_of(base)),
+        log=log,
     )
-    if options.verify:
-        verification.verify(advice, OF_SCRIPTS if isinstance(subject, Script) else OF_MODELS)
+    first = verification.plan.next()
+    with make_observer(run, len(first.combination.advice) + 1 if first else 0, 0) as observer:
+        verification.verify(observer)
 
 
 @contextmanager
@@ -367,20 +378,3 @@ def _saved_on_interrupt(store: Store, run: Run) -> Iterator[None]:
             tried = counted(sum(study == TRIALS for study, _ in done), "trial")
             log(f"interrupted: {tried} saved in run {run.id}\nresume with: {run.command}")
         raise
-
-
-def _trial(
-    options: AdviseOptions, base: Record, advice: tuple[Advice, ...], subject: Script | OwnStep
-) -> Trial:
-    facts = facts_of(base)
-    together = gain_ms(facts, afterwards(facts, [one.code for one in advice]))
-    return Trial(
-        base=None if isinstance(subject, Script) else subject,
-        program=subject if isinstance(subject, Script) else None,
-        advice=advice,
-        step_ms=facts.step_ms,
-        batch=facts.batch if isinstance(subject, Script) else None,
-        together_ms=together if len(advice) > 1 else None,
-        rounds=options.rounds,
-        loss_steps=options.loss_steps,
-    )

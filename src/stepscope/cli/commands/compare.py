@@ -19,6 +19,7 @@ from stepscope.analysis.compare import (
     inconclusive,
 )
 from stepscope.cli.common import StoreOptions, json_line, load_run_or_record, parse
+from stepscope.cli.messages import say
 from stepscope.errors import UsageError
 from stepscope.records.schema import Record
 from stepscope.report.format import counted
@@ -38,7 +39,7 @@ class CompareOptions(StoreOptions, frozen=True, kw_only=True):
     fail_above: str | None = None
     """A limit for CI, such as 3%. Exit code 3: a case is significantly slower and its median is
     above the limit, or a case of BASE was not measured in NEW. Exit code 4: no such case, but one
-    cannot be judged (too few samples, or a busy machine)."""
+    cannot be judged (too few samples, samples that depend on each other, or a busy machine)."""
     markdown: bool = False
     """Print Markdown with the verdict first, for a comment on a pull request."""
     json: bool = False
@@ -51,9 +52,9 @@ def main(words: list[str]) -> int:
         words,
         "compare",
         "Compare two runs case by case, or two records. The verdict of a case is slower, faster,\n"
-        "no difference shown, too few samples, or cannot tell (the machine was busy, or the\n"
-        "samples spread too far to be trusted). If a file has several runs of a case, the median\n"
-        "of each run is one sample.",
+        "no difference shown, too few samples, or cannot tell (the machine was busy, the samples\n"
+        "spread too far, depend on each other or drift). If a file has several runs of a case,\n"
+        "the median of each run is one sample; let the runs of both sides alternate.",
         (
             "stepscope compare latest~1 latest",
             "stepscope compare base.jsonl latest --fail-above 3%",
@@ -76,18 +77,18 @@ def main(words: list[str]) -> int:
             )
         )
     elif options.markdown:
-        print(_markdown(comparisons, beyond, open_cases, options.fail_above), end="")
+        say(_markdown(comparisons, beyond, open_cases, options.fail_above), end="")
     else:
         from stepscope.report.terminal import print_table
 
         print_table(comparison_table(comparisons))
-        print(_counts(comparisons))
+        say(_counts(comparisons))
         for c in beyond:
             what = "lost" if c.lost else f"beyond {options.fail_above}"
-            print(f"{what}: {c.name}")
+            say(f"{what}: {c.name}")
         for verdict in dict.fromkeys(c.verdict for c in open_cases if limit is not None):
             names = (c.name for c in open_cases if c.verdict == verdict)
-            print(f"not judged, {verdict}: {', '.join(names)}")
+            say(f"not judged, {verdict}: {', '.join(names)}")
     if beyond:
         return _GATE_FAILED
     return _CANNOT_TELL if open_cases and limit is not None else 0

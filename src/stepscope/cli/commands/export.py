@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import tyro
 
 from stepscope.cli.common import StoreOptions, json_line, load_records, parse, write_text
-from stepscope.cli.messages import write_line
-from stepscope.errors import UsageError, printable, unknown_name
+from stepscope.cli.messages import say, write_line
+from stepscope.errors import UsageError, unknown_name
 from stepscope.records.jsonl import rounded, write_records
 from stepscope.records.names import file_name
 from stepscope.records.schema import Record
@@ -108,7 +108,7 @@ def _export(options: ExportOptions) -> list[Path]:
         return written
     joined = "\n".join(write(table) for table in tables.values())
     if options.to is None:
-        print(printable(joined))
+        say(joined)
         return []
     write_text(options.to, joined)
     return [options.to]

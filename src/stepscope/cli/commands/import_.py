@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from stepscope.cli.common import StoreOptions, json_line, load_file, parse
+from stepscope.cli.messages import say
 from stepscope.records.jsonl import import_into
 from stepscope.records.store import Store
 from stepscope.report.format import counted
@@ -35,5 +36,5 @@ def main(words: list[str]) -> int:
         print(json_line({"added": added, "skipped": skipped, "store": options.store}))
     else:
         was = "was" if skipped == 1 else "were"
-        print(f"{counted(added, 'record')} added to {options.store}, {skipped} {was} already there")
+        say(f"{counted(added, 'record')} added to {options.store}, {skipped} {was} already there")
     return 0

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
+import shlex
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,10 +18,13 @@ import tyro
 from stepscope.advisor.inspect.background import Background
 from stepscope.advisor.inspect.order import Order
 from stepscope.advisor.inspect.rendezvous import SharedDirectory, shared_directory
-from stepscope.cli.common import StoreOptions, json_line, parse, require_writable, write_text
+from stepscope.cli.answer import Answer, AnswerOptions, for_shell, in_directory, print_answer
+from stepscope.cli.common import json_line, parse, require_writable, write_text
 from stepscope.cli.messages import log, write_line
 from stepscope.cli.scripts import split_words
 from stepscope.errors import StepscopeError, UsageError, no_such_file, one_line
+from stepscope.files import copy_file
+from stepscope.processes import script_command
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Record
 from stepscope.report.format import bytes_, duration, percent
@@ -38,7 +40,7 @@ _ALIKE = 0.7, 3.0
 operators."""
 
 
-class InspectOptions(StoreOptions, frozen=True, kw_only=True):
+class InspectOptions(AnswerOptions, frozen=True, kw_only=True):
     script: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT [ARGUMENTS …]")] = ""
     """The training script and its arguments."""
     page: Path | None = None
@@ -62,6 +64,8 @@ class InspectOptions(StoreOptions, frozen=True, kw_only=True):
     """Keep the traces and memory snapshots next to the page."""
     module: bool = False
     """Run SCRIPT as a module, like `python -m` (short: -m)."""
+    explain: bool = False
+    """Define the parts of the breakdown below the verdict."""
     json: bool = False
     """When the script has ended, print one line of JSON to standard error, because standard output
     belongs to the script: page, records, times in ms, peak memory in bytes, verdict, exit code."""
@@ -72,6 +76,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     page: Path | None = None
     records: Path | None = None
+    run: str = ""
+    """The run in the store; empty if it could not be added."""
     step_ms: float | None = None
     traced_ms: float | None = None
     peak_bytes: float | None = None
@@ -82,7 +88,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(words: list[str]) -> int:
-    own, target, rest = split_words(words, InspectOptions, "inspect")
+    own, target, rest = split_words(words, InspectOptions)
     options = parse(
         InspectOptions,
         own,
@@ -153,9 +159,7 @@ def _run(order: Order, shared: SharedDirectory, page: Path | None, options: Insp
     folder = shared.folder
     text = msgspec.json.encode(order).decode()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    child = Child(
-        [sys.executable, *flags, "-m", "stepscope.advisor.scope.launch", str(folder), text]
-    )
+    child = Child(script_command(str(folder), text, *flags))
     # After the child has blocked its signals in this thread: the threads that numpy starts inherit
     # that. One that does not block Ctrl-C would take it, and this process would end before the
     # script does.
@@ -227,20 +231,23 @@ def _write(
 
     from stepscope.advisor.inspect.gather import gather
     from stepscope.report.html import html_page
-    from stepscope.report.verdict import print_verdict, verdict_facts
-    from stepscope.studies.page import make_page
+    from stepscope.report.verdict import verdict_facts
+    from stepscope.studies.page import make_page, study_sections
     from stepscope.studies.program.rows import ProgramRecord
     from stepscope.studies.trusted import banner
 
     saved: Path | None = None
     try:
-        records = gather(folder, ending, command)
+        records, run = _stored(gather(folder, ending, command), command, options)
         saved = _save(records, page.with_suffix(".jsonl"))
         content = make_page(records)
+        # Without a store, the file has the recording.
+        verdict = for_shell(content.verdict, options, run or shlex.quote(str(saved)))
+        content = msgspec.structs.replace(content, verdict=verdict)
         write_text(page, html_page(content))
         if options.keep_traces:
             for path in (*folder.glob("*.trace.json.gz"), *folder.glob("*.pickle")):
-                shutil.copy(path, page.with_name(f"{page.stem}.{path.name}"))
+                copy_file(path, page.with_name(f"{page.stem}.{path.name}"))
     except Exception as error:
         why = str(error) if isinstance(error, StepscopeError) else one_line(error)
         text = f"{why}; the records are in {saved}" if saved else why
@@ -254,6 +261,7 @@ def _write(
     outcome = Outcome(
         page=page.resolve(),
         records=saved,
+        run=run,
         step_ms=max(times, default=None),
         traced_ms=max(traced, default=None),
         peak_bytes=max(peaks, default=None),
@@ -261,8 +269,10 @@ def _write(
         reason=next((why for one in ranks if (why := one.incomplete)), ""),
     )
     if not options.json:
-        if content.verdict is not None:
-            print_verdict(content.verdict, Console(stderr=True, highlight=False))
+        more = in_directory(f"stepscope show --full {'' if run else saved}".rstrip(), options)
+        answer = Answer(content.verdict, tuple(study_sections(records)), more)
+        console = Console(stderr=True, highlight=False)
+        print_answer(answer, options, console=console)
         waited_less = max((one.waited_less_ms for one in ranks), default=0.0)
         if text := _in_short(outcome, len(records), waited_less):
             log(text)
@@ -279,6 +289,29 @@ def _write(
         )
         log(f"page: {outcome.page}{whose}")
     return outcome
+
+
+def _stored(
+    records: Sequence[Record], command: str, options: InspectOptions
+) -> tuple[list[Record], str]:
+    """Add the records to the store as one run; return them with its id, which is empty if the store
+    cannot be written: the file next to the page has the recording as well."""
+    from stepscope.records.store import Store
+    from stepscope.studies.base import PlannedCase
+    from stepscope.studies.runner.runner import new_run
+
+    cases = [PlannedCase(study=one.study, key=one.case, config=one.config) for one in records]
+    run = new_run(cases, f"stepscope inspect {command}")
+    records = [msgspec.structs.replace(record, run=run.id) for record in records]
+    try:
+        with Store(options.store) as store, store.transaction():
+            store.add_run(run)
+            for record in records:
+                store.add(record)
+    except StepscopeError as error:
+        log(f"the recording is not in the store: {error}")
+        return records, ""
+    return records, run.id
 
 
 def _limited_by(lead: ProgramRecord) -> str:

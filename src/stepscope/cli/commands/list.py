@@ -107,7 +107,8 @@ def _tables(options: ListOptions) -> Iterator[Table]:
                 Column(title="created"),
                 Column(title="done", kind="count"),
                 Column(title="cases", kind="count"),
-                Column(title="resume with"),
+                Column(title="command", kind="code"),
+                Column(title="resume with", kind="code"),
             ),
             rows=rows,
         )
@@ -116,4 +117,5 @@ def _tables(options: ListOptions) -> Iterator[Table]:
 def _run_row(run: Run, done: int) -> tuple[Cell, ...]:
     # Results may have added cases: `advise --verify` plans trials as it goes.
     cases = max(run.cases, done)
-    return run.id, run.created[:19], done, cases, run.command if done < cases else ""
+    command = run.command.replace(" --resume", "")
+    return run.id, run.created[:19], done, cases, command, run.command if done < cases else ""

@@ -5,23 +5,17 @@ from __future__ import annotations
 import itertools
 from typing import Literal
 
-import msgspec
-
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction, predict
-from stepscope.cli.common import json_line, parse, with_new_names
+from stepscope.cli.common import json_line, parse
 from stepscope.errors import UsageError
 from stepscope.kernels.activation_policy import ALL
 from stepscope.model.checkpointing import NONE
 from stepscope.model.config import precision
-from stepscope.model.sizes import find_size, with_overrides
+from stepscope.studies.training.shape import ShapeFlags, model_shape, size_name
 
 
-class PredictOptions(msgspec.Struct, frozen=True, kw_only=True):
-    size: tuple[str, ...] = ("small",)
-    """Sizes of the model (`stepscope list sizes`): small, medium, large, xl, 2.7b, …"""
-    table: Literal["2025", "2026"] = "2025"
-    """Year of the CS336 assignment that defines the sizes; xl differs between the years."""
+class PredictOptions(ShapeFlags, frozen=True, kw_only=True):
     context: tuple[int, ...] = (512,)
     """Sequence lengths in tokens."""
     batch: int = 4
@@ -80,7 +74,6 @@ class PredictOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(words: list[str]) -> int:
-    words = with_new_names(words, "predict")
     options = parse(
         PredictOptions,
         words,
@@ -93,6 +86,7 @@ def main(words: list[str]) -> int:
             "stepscope predict --size 2.7b --context 2048",
             "stepscope predict --size 2.7b --context 128 256 512 --dtype float32 bfloat16",
             "stepscope predict --size xl --table 2026 --context 2048 --budget 80",
+            "stepscope predict --size small --layers 24 --d-model 1024 --d-ff 4096 --heads 16",
             "stepscope predict --size 10b --table 2026 --ranks 8 --sharding full --checkpoint 1",
             "stepscope predict --size 2.7b --context 2048 --dtype bf16 --attention auto"
             " --loss fused --fused --fused-projections --activation-policy gates"
@@ -100,7 +94,7 @@ def main(words: list[str]) -> int:
         ),
     )
     predictions = [
-        (name, predict(_plan(options, name, context, dtype)))
+        (size_name(name, options.overrides), predict(_plan(options, name, context, dtype)))
         for name, context, dtype in itertools.product(options.size, options.context, options.dtype)
     ]
     if options.json:
@@ -116,7 +110,7 @@ def main(words: list[str]) -> int:
 
 def _plan(options: PredictOptions, name: str, context: int, dtype: str) -> StepPlan:
     return StepPlan(
-        model=with_overrides(find_size(name, options.table), context=context),
+        model=model_shape(name, options.table, context, options.overrides),
         batch=options.batch,
         context=context,
         dtype=precision(dtype).name,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -13,7 +12,9 @@ import msgspec
 from stepscope.cli.common import StoreOptions, parse
 from stepscope.cli.messages import write_line
 from stepscope.errors import StepscopeError, UsageError
+from stepscope.processes import own_command
 from stepscope.studies.base import PlannedCase
+from stepscope.studies.ddp.cases import DDPFlags
 from stepscope.studies.training.workload import Mode, WorkloadFlags, workloads
 
 
@@ -26,6 +27,10 @@ class NsysOptions(WorkloadFlags, frozen=True, kw_only=True):
     """Warm-up steps before the profiled ones."""
     traced: int = 3
     """Steps to profile."""
+    ranks: int = 1
+    """From 2 on: profile data parallelism on that many GPUs, with every strategy of `run ddp`."""
+    memory: bool = False
+    """Record CUDA's allocations too: their size over time, below the NVTX ranges."""
     run: bool = True
     """Run the commands if `nsys` is installed; with --no-run only print them."""
     out: Path = StoreOptions().out
@@ -42,6 +47,7 @@ def main(words: list[str]) -> int:
         (
             "stepscope profile-nsys --size small --context 512",
             "stepscope profile-nsys --size xl --dtype bfloat16 --mode forward --no-run",
+            "stepscope profile-nsys --size xl --context 128 --ranks 2",
         ),
     )
     commands = nsys_commands(options)
@@ -59,7 +65,12 @@ def main(words: list[str]) -> int:
 
 def nsys_commands(options: NsysOptions) -> tuple[list[str], ...]:
     """Return the commands that record, export and analyze, each as a list of words."""
+    if options.ranks < 1:
+        raise UsageError(f"--ranks is {options.ranks}", "give 1 or more")
     case = _one_case(options)
+    memory = ["--cuda-memory-usage=true"] if options.memory else []
+    if options.ranks > 1:
+        return _of_ranks(options, case, memory)
     report = options.out / "traces" / case.key
     config = msgspec.json.encode(case.config).decode()
     # The capture range (cudaProfilerStart to Stop) excludes the warm-up. CPU sampling is off: it
@@ -72,12 +83,10 @@ def nsys_commands(options: NsysOptions) -> tuple[list[str], ...]:
         "--cpuctxsw=none",
         "--capture-range=cudaProfilerApi",
         "--capture-range-end=stop",
+        *memory,
         "--force-overwrite=true",
         f"--output={report}",
-        sys.executable,
-        "-m",
-        "stepscope.studies.profile.nsight_steps",
-        config,
+        *own_command("stepscope.studies.profile.nsight_steps", config),
     ]
     export = [
         "nsys",
@@ -87,16 +96,41 @@ def nsys_commands(options: NsysOptions) -> tuple[list[str], ...]:
         f"--output={report}.sqlite",
         f"{report}.nsys-rep",
     ]
-    read = [
-        sys.executable,
-        "-m",
-        "stepscope",
-        "trace",
-        f"{report}.sqlite",
-        "--out",
-        str(options.out),
-    ]
+    read = own_command("stepscope", "trace", f"{report}.sqlite", "--out", str(options.out))
     return record, export, read
+
+
+def _of_ranks(options: NsysOptions, case: PlannedCase, memory: list[str]) -> tuple[list[str], ...]:
+    """Commands for several ranks. The profiler follows the processes that the study starts, and
+    their ranges are marked by the study; a capture range would end with the first rank."""
+    for field in msgspec.structs.fields(NsysOptions):
+        shared = field.name in (*DDPFlags.__struct_fields__, "ranks", "memory", "run", "out")
+        if not shared and getattr(options, field.name) != field.default:
+            flag = f"--{field.name.replace('_', '-')}"
+            raise UsageError(f"{flag} does not apply with --ranks", "leave it out")
+    report = options.out / "traces" / f"{case.key}_ranks={options.ranks}"
+    taken = [name for name in DDPFlags.__struct_fields__ if name in NsysOptions.__struct_fields__]
+    words: list[str] = []
+    for field in msgspec.structs.fields(DDPFlags):
+        if field.name in taken and field.name != "ranks":
+            value = getattr(options, field.name)
+            listed = value if isinstance(value, tuple) else (value,)
+            if listed not in ((None,), ("",)):
+                words += [f"--{field.name.replace('_', '-')}", *map(str, listed)]
+    study = ["run", "ddp", *words, "--ranks", str(options.ranks), "--rounds", str(options.traced)]
+    record = [
+        "nsys",
+        "profile",
+        "--trace=cuda,nvtx",
+        "--sample=none",
+        "--cpuctxsw=none",
+        *memory,
+        "--force-overwrite=true",
+        f"--output={report}",
+        *own_command("stepscope", *study, "--no-report", "--wait", "0", "--out", str(options.out)),
+    ]
+    reports = "nvtx_gpu_proj_sum,cuda_gpu_kern_sum"
+    return record, ["nsys", "stats", f"--report={reports}", f"{report}.nsys-rep"]
 
 
 def _one_case(options: NsysOptions) -> PlannedCase:

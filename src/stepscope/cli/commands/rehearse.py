@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from typing import Annotated
 
 import tyro
@@ -12,18 +13,19 @@ from stepscope.analysis.rehearsal.closed_forms import ParallelStrategy
 from stepscope.analysis.rehearsal.cluster import LINKS, custom_cluster, make_cluster
 from stepscope.analysis.rehearsal.replay import Replay
 from stepscope.analysis.rehearsal.sweep import ALL, BUCKETS_MB
+from stepscope.cli.answer import Answer, AnswerOptions, for_shell, print_answer
 from stepscope.cli.common import (
-    StoreOptions,
     existing_store,
     json_line,
     load_run_or_record,
     parse,
     write_text,
 )
+from stepscope.cli.messages import say
 from stepscope.errors import UsageError, unknown_name
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Page, Section, Table
-from stepscope.report.verdict import print_verdict, verdict_facts
+from stepscope.report.blocks import Block, Finding, Page, Section, Table
+from stepscope.report.verdict import verdict_facts
 from stepscope.studies.base import results_of
 from stepscope.studies.page import explained
 from stepscope.studies.rehearsal import STUDY
@@ -43,6 +45,7 @@ from stepscope.studies.rehearsal.subject import (
 )
 from stepscope.studies.rehearsal.verdict import rehearsal_verdict
 from stepscope.studies.rehearsal.view import subject_blocks
+from stepscope.studies.trusted import temper
 
 _FIX = (
     "record your own with `stepscope inspect train.py`, or one of this library's model with"
@@ -51,7 +54,7 @@ _FIX = (
 _QUESTION = "How long would this step take on a cluster?"
 
 
-class RehearseOptions(StoreOptions, frozen=True, kw_only=True):
+class RehearseOptions(AnswerOptions, frozen=True, kw_only=True):
     source: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
     """A run, a record or a .jsonl file with a step that `run rehearsal` or `inspect` recorded;
     default: the newest in the store."""
@@ -83,15 +86,13 @@ class RehearseOptions(StoreOptions, frozen=True, kw_only=True):
     exposed_above: float = 20.0
     """Largest share of exposed communication, in percent of the step, at which scaling still
     pays."""
-    json: bool = False
-    """Print one line of JSON: all predictions."""
 
     def __post_init__(self) -> None:
         for ranks in self.ranks:
-            make_cluster("nvlink", ranks)
+            make_cluster("infiniband", ranks)
+        # A number of ranks that only some of the links can connect is left out for the others.
         for name in self.link:
-            if name not in LINKS:
-                raise unknown_name("link", name, LINKS)
+            make_cluster(name, min(self.ranks, default=1))
         for name in self.strategy:
             if name not in ALL:
                 raise unknown_name("strategy", name, ALL)
@@ -170,12 +171,9 @@ def main(words: list[str]) -> int:
         verdict = verdict_facts(page.verdict)
         print(json_line({"rehearsals": facts, "report": html, "verdict": verdict}))
         return 0
-    from stepscope.report.terminal import print_sections
-
-    print_sections(page.sections)
-    if page.verdict is not None:
-        print_verdict(page.verdict)
-    print(f"page: {html.resolve()}")
+    more = shlex.join(["stepscope", "rehearse", "--full", *words])
+    print_answer(Answer(page.verdict, page.sections, more), options)
+    say(f"page: {html.resolve()}")
     return 0
 
 
@@ -187,6 +185,10 @@ def _subjects(options: RehearseOptions) -> list[Subject]:
     else:
         loaded = load_run_or_record(options.source, options)
         records, where = ((loaded,) if isinstance(loaded, Record) else loaded), options.source
+    if options.source is None:
+        # The newest recording, whichever command made it.
+        made = [one.study for one in records if one.study in (STUDY.name, *STUDIES)]
+        records = tuple(one for one in records if one.study in made[-1:])
     # The check case has its own recording, with fewer threads: use it only if there is no other.
     ours = STUDY.results([plausible(record) for record in records if record.study == STUDY.name])
     subjects = [
@@ -222,7 +224,11 @@ def _adjusted(options: RehearseOptions, subject: Subject) -> Subject:
 
 def _page(subjects: list[Subject], options: RehearseOptions) -> Page:
     question = options.question
-    blocks: list[Block] = subject_blocks(subjects, question)
+    trusts = {subject.record: subject.trust for subject in subjects}
+    blocks: list[Block] = [
+        temper(block, trusts) if isinstance(block, Finding) else block
+        for block in subject_blocks(subjects, question)
+    ]
     steps = next(b for b in blocks if isinstance(b, Table) and b.name == "rehearsal-steps")
     networks = ", ".join(network.name for network in question.networks)
     return Page(
@@ -230,7 +236,7 @@ def _page(subjects: list[Subject], options: RehearseOptions) -> Page:
         subtitle=f"{', '.join(s.name for s in subjects)}, recorded on {subjects[0].device};"
         f" {', '.join(f'{n:,}' for n in question.ranks)} ranks over {networks}",
         headline=steps,
-        verdict=rehearsal_verdict(subjects, question, options.words),
+        verdict=for_shell(rehearsal_verdict(subjects, question, options.words), options),
         sections=(
             Section(
                 name="rehearsal",
@@ -243,7 +249,7 @@ def _page(subjects: list[Subject], options: RehearseOptions) -> Page:
 
 
 def _facts(subject: Subject, question: Question) -> dict[str, object]:
-    scalings = {network.name: scaling(subject, question, network) for network in question.networks}
+    scalings = {network.name: scaling(subject, question, network) for network in question.possible}
     return {
         "case": subject.case,
         "device": subject.device,
@@ -264,7 +270,7 @@ def _facts(subject: Subject, question: Question) -> dict[str, object]:
         "closed_forms": [
             {"link": network.name, "ranks": ranks, **_strategy_facts(strategy, subject.batch)}
             for network in question.networks
-            for ranks in question.ranks
+            for ranks in question.ranks_over(network)
             if ranks > 1
             for strategy in closed_forms(subject, question, network, ranks)
         ],
@@ -273,7 +279,7 @@ def _facts(subject: Subject, question: Question) -> dict[str, object]:
 
 def _prediction_facts(subject: Subject, prediction: Prediction) -> dict[str, object]:
     def facts(strategy: str, step: Replay) -> dict[str, object]:
-        best = prediction.buckets.best
+        best = prediction.bucket_mb[strategy]
         return {
             "memory_bytes": rank_memory(subject, strategy, prediction.ranks, best),
             "step_ms": step.step_ms,

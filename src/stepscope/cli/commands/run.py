@@ -12,14 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from stepscope.cli.answer import AnswerOptions
 from stepscope.cli.commands.report import print_results, write_report
 from stepscope.cli.common import (
-    RENAMED_FLAGS,
-    StoreOptions,
     json_line,
-    new_study,
     parse,
-    with_new_names,
 )
 from stepscope.cli.messages import log, write_line
 from stepscope.cli.progress import make_observer
@@ -29,6 +26,7 @@ from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Run
 from stepscope.records.store import Store
 from stepscope.studies.base import PlannedCase, Study
+from stepscope.studies.page import make_page
 from stepscope.studies.presets import preset_cases, require_preset
 from stepscope.studies.ranks.cases import follow, is_follower
 from stepscope.studies.registry import all_studies, find_study, viewables
@@ -47,7 +45,7 @@ def seconds_to_wait() -> float:
         raise UsageError(f"STEPSCOPE_WAIT is {text!r}", "give a number of seconds") from None
 
 
-class RunOptions(StoreOptions, frozen=True, kw_only=True):
+class RunOptions(AnswerOptions, frozen=True, kw_only=True):
     """Options of the run."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -66,8 +64,6 @@ class RunOptions(StoreOptions, frozen=True, kw_only=True):
     to a minute; otherwise those of an earlier run are used."""
     report: bool = True
     """Write report.html and report.md when done."""
-    json: bool = False
-    """Print one line of JSON instead of the verdict."""
 
 
 class PresetOptions(RunOptions, frozen=True, kw_only=True):
@@ -109,10 +105,6 @@ class StudyCases(NamedTuple):
 def main(words: list[str]) -> int:
     named = words[0] if words and not words[0].startswith("-") else ""
     if named:
-        words = [named := new_study(named), *words[1:]]
-    command = f"run {named}"
-    words = with_new_names(words, command if command in RENAMED_FLAGS else "run")
-    if named:
         study = _study(words[0])
         _refuse_model(study, words[1:])
         fields = [("cases", study.flags), ("run", StudyOptions)]
@@ -132,7 +124,7 @@ def main(words: list[str]) -> int:
                 "--preset and flags that choose cases exclude each other", "omit one of them"
             )
         return _run(request.run, PresetCases(request.run.preset, study.name), words)
-    own, target, rest = split_words(words, PresetOptions, "run")
+    own, target, rest = split_words(words, PresetOptions)
     if target in all_studies():
         right = shlex.join(["stepscope", "run", str(target), *own, *rest])
         raise UsageError(f"{target} comes after options", f"put the study first: {right}")
@@ -190,7 +182,7 @@ def _run(options: RunOptions, wanted: StudyCases | PresetCases, words: Sequence[
     if is_follower():
         follow()
     with (
-        _traces_in(options.out / "traces"),
+        traces_in(options.out / "traces"),
         Store(options.store) as store,
         Runner(options.device, options.timeout) as runner,
     ):
@@ -224,7 +216,7 @@ def _run(options: RunOptions, wanted: StudyCases | PresetCases, words: Sequence[
 
 
 @contextmanager
-def _traces_in(folder: Path) -> Iterator[None]:
+def traces_in(folder: Path) -> Iterator[None]:
     """Have studies with traces save them next to the store; worker processes inherit this."""
     before = os.environ.get(_TRACES)
     os.environ[_TRACES] = str(folder.resolve())
@@ -272,6 +264,7 @@ def _conclude(options: RunOptions, run: Run) -> int:
     """Export the records, write the report, and return the exit code."""
     with Store(options.store, create=False) as store:
         records = store.records(run.id)
+        source = "latest" if store.find_run("latest").id == run.id else run.id
     tally: Counter[str] = Counter(record.status for record in records)
     exported = options.out / f"{run.id}.jsonl"
     write_records(records, exported)
@@ -285,9 +278,9 @@ def _conclude(options: RunOptions, run: Run) -> int:
     # An out-of-memory is a result too: the report shows what occupied the memory.
     shown = tally["ok"] or tally["oom"]
     if options.report and shown:
-        facts |= write_report(records, options.out, quiet=options.json)
+        facts |= write_report(records, options, source)
     elif not options.json:
-        print_results(records)
+        print_results(make_page(records), options, source)
         if options.report:
             log("no case succeeded, so no report is written")
     if options.json:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from msgspec.structs import replace
 
 from stepscope.analysis.snapshot import Snapshot, read_snapshot
 from stepscope.analysis.verdict import Verdict, memory_parts
-from stepscope.cli.common import StoreOptions, json_line, parse, write_text
+from stepscope.cli.answer import Answer, AnswerOptions, in_directory, print_answer
+from stepscope.cli.common import json_line, parse, write_text
+from stepscope.cli.messages import say
 from stepscope.errors import UsageError
 from stepscope.report.blocks import Cell, Column, Finding, Page, Section, Table
 from stepscope.report.format import bytes_, count, percent
-from stepscope.report.verdict import print_verdict, verdict_facts
+from stepscope.report.verdict import verdict_facts
 
 _QUESTION = "Which lines of code allocated the memory that was in use at the peak?"
 
 
-class SnapshotOptions(StoreOptions, frozen=True, kw_only=True):
+class SnapshotOptions(AnswerOptions, frozen=True, kw_only=True):
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """A file written by torch.cuda.memory._dump_snapshot."""
     top: int = 15
     """Number of lines of code to show, the largest first."""
-    json: bool = False
-    """Print one line of JSON."""
 
     def __post_init__(self) -> None:
         if self.top < 1:
@@ -50,15 +52,10 @@ def main(words: list[str]) -> int:
         facts = {"snapshot": snapshot, "report": html, "verdict": verdict_facts(page.verdict)}
         print(json_line(facts))
         return 0
-    from stepscope.report.terminal import print_findings, print_table
-
-    print_findings(_findings(snapshot))
-    print()
-    print_table(page.headline)
-    if page.verdict is not None:
-        print()
-        print_verdict(page.verdict)
-    print(f"page: {html.resolve()}")
+    more = in_directory(f"stepscope snapshot --full {shlex.quote(str(options.file))}", options)
+    sections = [replace(one, blocks=(*one.blocks, page.headline)) for one in page.sections]
+    print_answer(Answer(page.verdict, sections, more), options)
+    say(f"page: {html.resolve()}")
     return 0
 
 
@@ -95,7 +92,6 @@ def _verdict(name: str, snapshot: Snapshot) -> Verdict | None:
         judged=False,
         trust="invalid" if reason else "good",
         trust_reason=reason,
-        next_command="stepscope advise SCRIPT",
     )
 
 

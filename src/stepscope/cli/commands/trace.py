@@ -3,6 +3,7 @@ of all ranks of a job."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +19,13 @@ from stepscope.analysis.job.reading import read_ranks, trace_files
 from stepscope.analysis.trace.summarize import summarize_file
 from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.verdict import Estimate, Verdict
-from stepscope.cli.common import StoreOptions, json_line, parse, write_text
+from stepscope.cli.answer import Answer, AnswerOptions, for_shell, in_directory, print_answer
+from stepscope.cli.common import json_line, parse, write_text
+from stepscope.cli.messages import say
 from stepscope.errors import UsageError
 from stepscope.records.stats import summarize
-from stepscope.report.blocks import Block, Finding, Page, Section
-from stepscope.report.verdict import print_verdict, verdict_facts
+from stepscope.report.blocks import Block, Finding, Page, Section, Table
+from stepscope.report.verdict import verdict_facts
 
 _QUESTION = "Where does the time of a step go, and does the ledger add up?"
 _JOB_QUESTION = (
@@ -30,7 +33,7 @@ _JOB_QUESTION = (
 )
 
 
-class TraceOptions(StoreOptions, frozen=True, kw_only=True):
+class TraceOptions(AnswerOptions, frozen=True, kw_only=True):
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE|FOLDER")]
     """A torch.profiler Chrome trace (.json, .json.gz), an Nsight Systems export (.sqlite), or a
     folder with one such file per rank."""
@@ -39,8 +42,6 @@ class TraceOptions(StoreOptions, frozen=True, kw_only=True):
     more time."""
     workers: int | None = None
     """Files of a folder that are read at once; default: as many as cores and free memory allow."""
-    json: bool = False
-    """Print one line of JSON: the verdict and the full summary, times in ms."""
 
     def __post_init__(self) -> None:
         if self.against is not None and self.against.is_dir() != self.file.is_dir():
@@ -98,16 +99,24 @@ def _finish(options: TraceOptions, page: Page, facts: dict[str, object]) -> int:
     html = options.out / "trace.html"
     from stepscope.report.html import html_page
 
+    page = replace(page, verdict=for_shell(page.verdict, options))
     write_text(html, html_page(page))
     if options.json:
         print(json_line(facts | {"report": html, "verdict": verdict_facts(page.verdict)}))
         return 0
-    from stepscope.report.terminal import print_sections
-
-    print_sections(page.sections)
-    if page.verdict is not None:
-        print_verdict(page.verdict)
-    print(f"page: {html.resolve()}")
+    more = f"stepscope trace --full {shlex.quote(str(options.file))}"
+    if options.against is not None:
+        more += f" --against {shlex.quote(str(options.against))}"
+    blocks = page.sections[0].blocks
+    compared = next((one for one in blocks if isinstance(one, Table)), None)
+    answer = Answer(
+        page.verdict,
+        page.sections,
+        in_directory(more, options),
+        None if options.against is None else compared,
+    )
+    print_answer(answer, options)
+    say(f"page: {html.resolve()}")
     return 0
 
 
@@ -136,12 +145,13 @@ def _job_page(
         blocks = (compared_jobs(other, job, names), *blocks)
     row = job.ranks[job.typical]
     verdict = _verdict(f"{_folder_name(options.file)}, rank {row.rank}", summary, advice)
+    one_rank = f"stepscope trace {shlex.quote(str(options.file / row.file))}"
     device = f" on {summary.device}" if summary.device else ""
     return Page(
         title=f"Traces of {_folder_name(options.file)}",
         subtitle=f"{len(job.ranks)} ranks{device}, written by {summary.source}",
         headline=glance_table(summary),
-        verdict=replace(verdict, next_command=f"stepscope trace {options.file / row.file}"),
+        verdict=replace(verdict, next_command=one_rank),
         sections=(
             Section(name="job", title="All ranks", question=_JOB_QUESTION, blocks=blocks),
             Section(
@@ -168,12 +178,14 @@ def _verdict(name: str, summary: Summary, advice: TraceAdvice) -> Verdict:
         # The parts are of the mean step, as in the ledger.
         step=Estimate(value=mean, low=min(times.low, mean), high=max(times.high, mean)),
         timed="full trace" if summary.cut == "nothing" else "step",
-        parts=breakdown(summary, mean, None),
+        parts=breakdown(summary, mean, None)[1],
         changes=advice.changes(),
+        uncertain=advice.uncertain(mean),
+        not_evaluated=advice.not_evaluated,
         judged=not summary.doubt,
-        trust="noisy" if summary.doubt else "good",
-        trust_reason=summary.doubt or "times include the profiler",
-        next_command="stepscope advise SCRIPT",
+        trust="noisy" if summary.doubt else "unchecked",
+        trust_reason=summary.doubt
+        or "a trace does not show how busy the machine was, and its times include the profiler",
     )
 
 
