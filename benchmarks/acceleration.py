@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from acceleration_rows import ROWS, SEED, Data, Row
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepscope.errors import first_cause, one_line
 from stepscope.measure.device import pick_device
@@ -37,8 +38,11 @@ from stepscope.measure.environment import describe
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-PEERS = ("plain", "compile-blocks", "compile", "compile-reduce-overhead", "liger")
-OURS = ("stepscope", "stepscope-eager", "stepscope-compiled-blocks")
+COMPILED = ("compile-blocks", "compile", "compile-reduce-overhead")
+CUDNN = "-cudnn"
+"""Ending of a form in which torch prefers cuDNN's attention."""
+PEERS = ("plain", *COMPILED, *(form + CUDNN for form in COMPILED), "liger")
+OURS = ("stepscope", "stepscope-eager", "stepscope-compiled-blocks", "stepscope-graph")
 FORMS = (*PEERS, *OURS)
 LR = 3e-4
 LEARNED_TOKENS = 4096
@@ -129,8 +133,12 @@ class Bench:
 
     def step(self, form: str) -> Callable[[Any], Tensor]:
         """Build the model and the step of a form."""
+        if form == "stepscope-graph":
+            return self._graph_step()
         if form in OURS:
             return self._our_step(form)
+        if form.endswith(CUDNN):
+            return _with_cudnn(self.step(form.removesuffix(CUDNN)))
         model, loss_fn = self.model(), loss_function(self.row)
         if form == "liger":
             if len(self.args.forms) > 1:
@@ -156,6 +164,20 @@ class Bench:
             graph="off" if form == "stepscope-eager" else "auto",
         )  # fmt: skip
 
+    def _graph_step(self) -> Callable[[Any], Tensor]:
+        """Model and loss through the graph backend; our optimizer and CUDA graph."""
+        import stepscope
+        from stepscope.acceleration.backend import backend
+        from stepscope.acceleration.optimizer import fuse_optimizer
+
+        model, loss_fn = self.model(), loss_function(self.row)
+        optimizer = self._adamw(model)
+        fuse_optimizer(optimizer)
+        loss = torch.compile(
+            lambda model, batch: compute_loss(model, batch, loss_fn), backend=backend
+        )
+        return stepscope.TrainStep(model, optimizer, loss_fn=loss, dtype=torch.bfloat16)
+
     def our_model(self) -> tuple[nn.Module, torch.optim.Optimizer, LossFunction | None]:
         """Create the model with our pieces: our own with its switches, others accelerated."""
         import stepscope
@@ -172,6 +194,18 @@ class Bench:
 
     def _adamw(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+
+def _with_cudnn(step: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    """Return the step with cuDNN's attention first, in the order in which torch tries them."""
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION,
+             SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # fmt: skip
+
+    def run(batch: Any) -> Tensor:
+        with sdpa_kernel(order, set_priority=True):
+            return step(batch)
+
+    return run
 
 
 def _apply_liger(model: nn.Module, row: Row) -> None:

@@ -47,7 +47,9 @@ def decoder(name: str, **sizes: int) -> Callable[[bool], nn.Module]:
                  **{option: 8 for option in ("head_dim", "sliding_window") if option in sizes}
                  }  # fmt: skip
         options = {"max_position_embeddings": 4096} | (small if tiny else sizes)
-        config = getattr(transformers, f"{name}Config")(
+        # Gemma 3 has a configuration for images, too.
+        config_name = f"{name}TextConfig" if name == "Gemma3" else f"{name}Config"
+        config = getattr(transformers, config_name)(
             **options, tie_word_embeddings=True, use_cache=False
         )
         model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -99,6 +101,12 @@ def cs336(tiny: bool) -> nn.Module:
     return LanguageModel(**(SIZES["tiny"] | {"vocab": 64} if tiny else SIZES["real"]))  # type: ignore[no-any-return]
 
 
+def own_decoder(tiny: bool) -> nn.Module:
+    from own_decoder import Decoder
+
+    return Decoder(64, 32, 2, 4) if tiny else Decoder(65_536, 768, 12, 6)
+
+
 def own(size: str) -> Callable[[bool], nn.Module]:
     def build(tiny: bool) -> nn.Module:
         from stepscope.attention.api import attention_with
@@ -129,6 +137,11 @@ QWEN2 = decoder(
     "Qwen2", hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
     num_attention_heads=14, num_key_value_heads=2, vocab_size=151_936,
 )  # fmt: skip
+GEMMA3 = decoder(
+    "Gemma3", hidden_size=1152, intermediate_size=6912, num_hidden_layers=26,
+    num_attention_heads=4, num_key_value_heads=1, head_dim=256, sliding_window=512,
+    vocab_size=262_144,
+)  # fmt: skip
 WINDOWS = {
     name: decoder(
         name, hidden_size=1024, intermediate_size=3072, num_hidden_layers=12,
@@ -151,6 +164,8 @@ ROWS = {
         Row("qwen2_0.5b", "hf", QWEN2, Shape(4, 2048, 151_936)),
         Row("hf_mistral_window", "hf", WINDOWS["Mistral"], Shape(1, 8192, 32_000)),
         Row("hf_gemma2", "hf", WINDOWS["Gemma2"], Shape(1, 4096, 32_000)),
+        Row("hf_gemma3", "hf", GEMMA3, Shape(4, 2048, 262_144)),
+        Row("own_decoder", "pairs", own_decoder, Shape(8, 2048, 65_536)),
         Row("cs336_medium", "pairs", cs336, Shape(8, 512, 10_000)),
         Row("timm_vit_b16", "vit", timm_vit, Shape(128, 224, 1000), Shape(2, 32, 1000)),
     )

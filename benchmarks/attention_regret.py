@@ -8,10 +8,10 @@
 A shape has a dtype, head dimension, length, heads, key heads and a causal mask or none. The time is
 that of a forward and a backward pass through the public call; calls follow each other without
 synchronization, implementations take turns on the same tensors, and the fastest turn counts. Regret
-is the time of auto over that of the fastest implementation, less one. A call of auto runs the code
-of the implementation that it chooses, and differs in the key of the dispatch cache alone: the
-regret of the choice counts the turns of both as those of the implementation, and how far the two
-are apart is what the host adds. After `--seconds` no further shape is measured; shapes are in
+is the time of auto's own calls over that of the fastest implementation, less one. A call of auto
+runs the code of the implementation that it chooses: the regret of the choice has the time of that
+implementation's own calls instead, and how far the two are apart is the noise of the host. No time
+is the better of two. After `--seconds` no further shape is measured; shapes are in
 random order, so that fewer are a smaller sample of the same. A process that is stuck ends itself
 after twice that time; records are written one by one.
 """
@@ -186,7 +186,8 @@ def measure(shape: Shape, device: str) -> dict[str, Any]:
             "not_supported": reasons,
         }  # fmt: skip
     fastest = min(first.values())
-    timed = [f for f in first if f == "auto" or first[f] < FAR_BEHIND * fastest]
+    chosen = case.chosen()
+    timed = [f for f in first if f in ("auto", chosen) or first[f] < FAR_BEHIND * fastest]
     counts = {form: max(3, round(TURN_SECONDS / first[form])) for form in timed}
     longest = max(counts[form] * first[form] for form in timed)
     turns = [
@@ -195,7 +196,7 @@ def measure(shape: Shape, device: str) -> dict[str, Any]:
     ]
     us = {f: 1e6 * min(t[f] for t in turns) if f in timed else 1e6 * first[f] for f in first}
     return {
-        "shape": shape._asdict(), "us": us, "timed": timed, "chosen": case.chosen(),
+        "shape": shape._asdict(), "us": us, "timed": timed, "chosen": chosen,
         "not_supported": reasons,
     }  # fmt: skip
 
@@ -219,26 +220,26 @@ def compile_in_parallel(drawn: Sequence[Shape], processes: int, limit: float) ->
 
 
 class Regret(NamedTuple):
-    of_the_choice: float
     of_auto: float
-    """The same by the time of auto's own calls."""
+    """By the time of auto's own calls."""
+    of_the_choice: float
+    """By the time of the chosen implementation's own calls."""
     host: float
     """Time of auto's calls over that of the same implementation, less one."""
     line: dict[str, Any]
 
 
 def regrets(lines: Sequence[dict[str, Any]]) -> list[Regret]:
-    """Return the regret of each shape, the largest of a choice first."""
+    """Return the regret of each shape, the largest of auto first."""
     found = []
     for line in lines:
         rivals = {form: us for form, us in line["us"].items() if form != "auto"}
         if line["chosen"] in rivals and "auto" in line["us"]:
             auto, chosen = line["us"]["auto"], rivals[line["chosen"]]
-            of_auto = max(0.0, auto / min(rivals.values()) - 1)
-            own = min(auto, chosen)
-            of_choice = own / min(own, *rivals.values()) - 1
-            found.append(Regret(of_choice, of_auto, auto / chosen - 1, line))
-    return sorted(found, key=lambda one: -one.of_the_choice)
+            fastest = min(rivals.values())
+            of_auto = max(0.0, auto / fastest - 1)
+            found.append(Regret(of_auto, chosen / fastest - 1, auto / chosen - 1, line))
+    return sorted(found, key=lambda one: -one.of_auto)
 
 
 def quantiles(values: Sequence[float]) -> str:
@@ -259,8 +260,9 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
         return "no shape was measured with auto and another implementation"
     hosts = sorted(one.host for one in found)
     out = [
-        f"{len(found)} shapes: regret of the choice {quantiles([r.of_the_choice for r in found])}",
-        f"by the calls of auto itself {quantiles([r.of_auto for r in found])}",
+        f"{len(found)} shapes: regret of auto {quantiles([r.of_auto for r in found])}",
+        "by the calls of the implementation that it chooses"
+        f" {quantiles([r.of_the_choice for r in found])}",
         "time of auto over that of the implementation that it runs, less one, from the 5th to the"
         f" 95th percentile: {hosts[len(hosts) // 20]:.1%} to {hosts[-1 - len(hosts) // 20]:.1%}",
         "largest:",
@@ -268,7 +270,7 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
     for one in found[:12]:
         times = "  ".join(f"{form} {us:.0f}" for form, us in sorted(one.line["us"].items()))
         shape = Shape(**one.line["shape"])
-        out.append(f"  {one.of_the_choice:6.1%}  {shape}  {one.line['chosen']}  µs: {times}")
+        out.append(f"  {one.of_auto:6.1%}  {shape}  {one.line['chosen']}  µs: {times}")
     return "\n".join(out)
 
 
@@ -294,20 +296,27 @@ def by_rule(
 
 
 def rivals_of(line: dict[str, Any]) -> dict[str, float]:
-    """Return the times of the implementations, that of the chosen one with the calls of auto."""
+    """Return the times of the implementations, that of the chosen one with the calls of auto: the
+    estimate from all turns to which the rule is fitted, not one to judge a choice by."""
     rivals = {form: time for form, time in line["us"].items() if form != "auto"}
     if line["chosen"] in rivals and "auto" in line["us"]:
         rivals[line["chosen"]] = min(rivals[line["chosen"]], line["us"]["auto"])
     return rivals
 
 
-def was_timed(line: dict[str, Any], form: str) -> bool:
+def was_timed(line: dict[str, Any], form: str, us: Mapping[str, float]) -> bool:
     """Return whether a time is that of many turns, as those of auto are. Older records do not say
     so; there, a time far behind the fastest one is that of few calls."""
-    if form == line["chosen"]:
-        return True
-    us = rivals_of(line)
     return form in line.get("timed", us) and us[form] < FAR_BEHIND * min(us.values())
+
+
+def time_of(line: dict[str, Any], form: str) -> float | None:
+    """Return the time of an implementation by its own calls, or by those of auto if auto chose it
+    and its own were few; None without either."""
+    us = {name: time for name, time in line["us"].items() if name != "auto"}
+    if was_timed(line, form, us):
+        return us[form]
+    return line["us"].get("auto") if form == line["chosen"] else None
 
 
 def ruled_regrets(
@@ -317,10 +326,10 @@ def ruled_regrets(
     time that the choice itself takes."""
     found = []
     for line in lines:
-        rivals = rivals_of(line)
+        rivals = {form: us for form, us in line["us"].items() if form != "auto"}
         choice = by_rule(Shape(**line["shape"]), rivals, table)
-        if choice in rivals and was_timed(line, choice):
-            found.append(rivals[choice] / min(rivals.values()) - 1)
+        if choice in rivals and (time := time_of(line, choice)) is not None:
+            found.append(max(0.0, time / min(rivals.values()) - 1))
     return found
 
 

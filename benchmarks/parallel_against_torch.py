@@ -38,10 +38,10 @@ from stepscope.model import TransformerLM, find_size, with_overrides
 from stepscope.parallel import DDP, Limits, ShardedOptimizer, World, launch
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Environment, Record, Series
-from stepscope.studies.ddp.measure import GradientStrategy, one_step
+from stepscope.studies.ranks.steps import Trained, one_step
 from stepscope.studies.ranks.subject import tokens_fed
 from stepscope.studies.sharding.cases import BROADCAST, FULLY, TORCH, TORCH_FULLY
-from stepscope.studies.sharding.measure import Trained, make, timed_step
+from stepscope.studies.sharding.measure import make
 
 NAMES = {
     "ddp": ("bucketed", "DistributedDataParallel"),
@@ -57,27 +57,26 @@ def candidates(world: World, pair: str, origin: torch.nn.Module) -> list[Any]:
     """Ours, then torch's: each a call that runs one step and returns its marks."""
     fed = tokens_fed(torch.randint(100, (2, origin.config.context + 1)).to(world.device))
     if pair == "ddp":
-        ours, theirs = copy.deepcopy(origin), copy.deepcopy(origin)
-        strategies = [
-            GradientStrategy("stepscope", DDP(ours, "bucketed"), ours),
-            GradientStrategy(
-                "baseline", DistributedDataParallel(theirs, gradient_as_bucket_view=True), theirs
-            ),
-        ]
-        return [lambda strategy=strategy: one_step(world, strategy, fed) for strategy in strategies]
-    if pair == "sharding":
+        wrap = partial(DistributedDataParallel, gradient_as_bucket_view=True)
+        trained = [of_ddp(origin, wrapper) for wrapper in (partial(DDP, strategy="bucketed"), wrap)]
+    elif pair == "sharding":
         kinds = (ShardedOptimizer, partial(ZeroRedundancyOptimizer, parameters_as_bucket_view=True))
         trained = [with_defaults(origin, kind) for kind in kinds]
     else:
         names = (FULLY, TORCH_FULLY) if pair == "fsdp" else (BROADCAST, TORCH)
-        trained = [make(world, name, origin) for name in names]
-    return [lambda strategy=strategy: timed_step(world, strategy, fed) for strategy in trained]
+        trained = [make(world, name, partial(copy.deepcopy, origin)) for name in names]
+    return [partial(one_step, world, candidate, fed) for candidate in trained]
+
+
+def of_ddp(origin: torch.nn.Module, wrap: Any) -> Trained:
+    module = copy.deepcopy(origin)
+    return Trained(wrap(module), module, torch.optim.AdamW(module.parameters()))
 
 
 def with_defaults(origin: torch.nn.Module, kind: Any) -> Trained:
     module = copy.deepcopy(origin)
     model = DDP(module, "bucketed")
-    return Trained("", model, module, kind(module.parameters(), torch.optim.AdamW))
+    return Trained(model, module, kind(module.parameters(), torch.optim.AdamW))
 
 
 def race(world: World, pair: str, size: str, context: int, rounds: int) -> list[list[tuple]]:
@@ -85,7 +84,9 @@ def race(world: World, pair: str, size: str, context: int, rounds: int) -> list[
     torch.manual_seed(0)
     table = "tiny" if size in ("tiny", "mini", "midi") else "2025"
     both = candidates(
-        world, pair, TransformerLM(with_overrides(find_size(size, table), context=context))
+        world,
+        pair,
+        TransformerLM(with_overrides(find_size(size, table), context=context)).to(world.device),
     )
     taken: list[list[tuple]] = [[], []]
     for number in range(-WARMUP, rounds):

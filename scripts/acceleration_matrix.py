@@ -182,11 +182,9 @@ FAMILIES = {
 
 
 def prepare() -> None:
-    """Make the examples importable, and torchvision, which timm and transformers import."""
-    for folder in (ROOT, ROOT / "benchmarks" / "programs"):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
-    import_module("common")
+    """Make the examples importable."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
 
 
 def row(name: str) -> Line:

@@ -17,6 +17,10 @@ from stepscope.report.text import markdown
 RECORD = "acceleration-matrix.jsonl"
 PAGE = "docs/accelerate.md"
 BEGIN = "<!-- matrix: made by scripts/acceleration_matrix.py -->"
+VERSIONS = "version-matrix.jsonl"
+BEGIN_VERSIONS = "<!-- versions: made by scripts/version_matrix.py -->"
+TORCHES, TRANSFORMERS = ("2.11", "2.13"), ("4.57", "5.17", "5.22")
+"""The versions of `make test-matrix`."""
 SPEEDS = "acceleration_h200.jsonl"
 BEGIN_SPEEDS = "<!-- speeds: benchmarks/acceleration.py -->"
 STARTS = "acceleration-start_h200.jsonl"
@@ -49,12 +53,48 @@ def with_tables(page: str, results: Path) -> str:
         [json.loads(line) for line in (results / name).read_text().splitlines()]
         for name in (SPEEDS, STARTS)
     )
-    page = replaced(with_matrix(page, results), BEGIN_SPEEDS, _speeds(speeds))
+    page = with_versions(with_matrix(page, results), results)
+    page = replaced(page, BEGIN_SPEEDS, _speeds(speeds))
     return replaced(page, BEGIN_STARTS, _starts(starts))
 
 
 def with_matrix(page: str, results: Path) -> str:
     return replaced(page, BEGIN, _matrix(read(results)))
+
+
+def with_versions(page: str, results: Path) -> str:
+    lines = [json.loads(line) for line in (results / VERSIONS).read_text().splitlines()]
+    usual = {line["family"]: line["replaced"] for line in read(results)}
+    pairs = [[torch, transformers] for torch in TORCHES for transformers in TRANSFORMERS]
+    by_pair = [(pair, [line for line in lines if line["pair"] == pair]) for pair in pairs]
+
+    def same(row: tuple[list[str], list[Line]]) -> str:
+        alike = sum(line.get("replaced") == usual[line["family"]] for line in row[1])
+        return f"{alike} of {len(row[1])}" if row[1] else "not run"
+
+    def others(row: tuple[list[str], list[Line]]) -> str:
+        return "; ".join(
+            f"{line['family']}: {line.get('error') or _difference(line, usual[line['family']])}"
+            for line in row[1]
+            if line.get("replaced") != usual[line["family"]]
+        )
+
+    columns = [
+        col("torch", lambda row: row[1][0]["torch"] if row[1] else row[0][0]),
+        col("transformers", lambda row: row[1][0]["transformers"] if row[1] else row[0][1]),
+        col("families with the replacements above", same),
+        col("others", others),
+    ]
+    text = markdown(table("versions", "", by_pair, columns)).strip()
+    return replaced(page, BEGIN_VERSIONS, f"{text}\n\nRecords: `results/{VERSIONS}`.")
+
+
+def _difference(line: Line, usual: dict[str, int]) -> str:
+    pieces = {**usual, **line["replaced"]}
+    changed = [one for one in pieces if line["replaced"].get(one, 0) != usual.get(one, 0)]
+    return ", ".join(
+        f"{one} {line['replaced'].get(one, 0)} instead of {usual.get(one, 0)}" for one in changed
+    )
 
 
 class Speed(NamedTuple):
@@ -65,6 +105,8 @@ class Speed(NamedTuple):
     baseline: str
     baseline_ms: float
     baseline_gib: float
+    tried: tuple[str, ...]
+    """All baselines of the model."""
     ms: float
     gib: float
     loss: float | None
@@ -82,6 +124,7 @@ def _speeds(lines: list[Line]) -> str:
         col("as it is", lambda row: row.plain, unit="ms"),
         col("fastest baseline", lambda row: row.baseline),
         col("baseline", lambda row: row.baseline_ms, unit="ms"),
+        col("baselines tried", lambda row: "; ".join(row.tried)),
         col("Stepscope", lambda row: row.ms, unit="ms"),
         col("ratio", lambda row: f"{row.baseline_ms / row.ms:.2f}"),
         col("peak of baseline", lambda row: round(row.baseline_gib, 1), unit="GiB"),
@@ -129,7 +172,8 @@ def _speed(name: str, lines: list[Line]) -> Speed | None:
     times = {f: statistics.median(_values(lines, f, "median_ms")) for f in forms}
     if _STEPSCOPE not in times:
         return None
-    baseline = min((form for form in times if form in _FORMS), key=times.__getitem__)
+    tried = [form for form in times if form in _FORMS]
+    baseline = min(tried, key=times.__getitem__)
     losses = [one["relative_difference"] for one in lines if "relative_difference" in one]
     return Speed(
         _MODELS[name],
@@ -137,6 +181,7 @@ def _speed(name: str, lines: list[Line]) -> Speed | None:
         _FORMS[baseline],
         times[baseline],
         max(_values(lines, baseline, "peak_gib")),
+        tuple(_FORMS[form] for form in tried),
         times[_STEPSCOPE],
         max(_values(lines, _STEPSCOPE, "peak_gib")),
         losses[-1] if losses else None,

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import geometric_mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from page_parts import origin
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from attention_regret import regrets, ruled_regrets
+from attention_regret import Regret, regrets, ruled_regrets
 
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
@@ -63,57 +64,85 @@ def _of_auto(results: Path) -> list[str]:
     return ["## What auto chooses", answer, f"From {origin(RACES, races)}", markdown(made).strip()]
 
 
+class Regrets(NamedTuple):
+    """How much slower `auto` is than the fastest implementation, over random shapes."""
+
+    by_run: dict[str, list[Regret]]
+    """By the commit of a run, whose rule was not fitted to it but for the first."""
+    present: list[float]
+    """Of the present rule, applied to the times of all runs."""
+
+    @property
+    def last(self) -> list[Regret]:
+        return list(self.by_run.values())[-1]
+
+
+def regrets_of(lines: list[dict[str, Any]]) -> Regrets:
+    runs = {commit: [one for one in lines if one["commit"] == commit] for commit in _commits(lines)}
+    by_run = {commit: regrets(run) for commit, run in runs.items()}
+    return Regrets(by_run, ruled_regrets(lines))
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    return float(np.quantile(list(values), share))
+
+
 def _of_regret(results: Path) -> list[str]:
     path = results / REGRETS
     if not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    runs = {commit: [one for one in lines if one["commit"] == commit] for commit in _commits(lines)}
-    found = {commit: regrets(run) for commit, run in runs.items()}
+    of_all = regrets_of(lines)
+    found = of_all.by_run
 
     def percentile(title: str, name: str, share: float) -> Column:
         return col(
             title,
-            lambda one: float(np.quantile([getattr(r, name) for r in found[one]], share)),
+            lambda one: quantile((getattr(r, name) for r in found[one]), share),
             "percent",
         )
 
     made = table(
         "flash-regret",
         "How much slower auto is than the fastest implementation, over random shapes",
-        list(runs),
+        list(found),
         [
             col("commit", lambda one: one, key=True),
             col("shapes", lambda one: len(found[one]), "count"),
-            percentile("choice, median", "of_the_choice", 0.5),
-            percentile("95th percentile", "of_the_choice", 0.95),
-            percentile("worst", "of_the_choice", 1.0),
-            percentile("calls, 95th percentile", "of_auto", 0.95),
-            percentile("worst call", "of_auto", 1.0),
+            percentile("auto, median", "of_auto", 0.5),
+            percentile("95th percentile", "of_auto", 0.95),
+            percentile("worst", "of_auto", 1.0),
+            percentile("choice, 95th percentile", "of_the_choice", 0.95),
+            percentile("worst choice", "of_the_choice", 1.0),
             percentile("noise from", "host", 0.05),
             percentile("noise to", "host", 0.95),
         ],
         caption="Forward + backward through the public call; dtypes, head dimensions, lengths,"
-        " heads, key heads and masks are random. Choice: the implementation that auto chooses"
-        " against the fastest one. Calls: the same with the time of the call of auto itself, which"
-        " runs the same code. Noise: the difference between these two times, 5th to 95th"
+        " heads, key heads and masks are random. Auto: the calls of auto against those of the"
+        " fastest implementation. Choice: the same with the calls of the implementation that auto"
+        " chooses, which run the same code; where it was far behind at first, these are few calls"
+        " and take longer than many. Noise: the difference between these two times, 5th to 95th"
         " percentile. The rule of the first run was set by 118 of its 200 shapes; those of the"
         " later runs were set by the runs before them alone. The present rule is fitted to all"
         " runs.",
     )
-    present = ruled_regrets(lines)
+    present = of_all.present
     text = (
         f"`python benchmarks/attention_regret.py`, `results/{REGRETS}`, {lines[0]['device']}. The"
         f" present rule, applied to the times of all runs:"
-        f" {percent(float(np.quantile(present, 0.95)))} at the 95th percentile,"
-        f" {percent(max(present))} at worst ({len(present)} shapes; `python"
-        " scripts/fit_attention_rule.py` tests it on runs that it was not fitted to)."
+        f" {percent(quantile(present, 0.95))} at the 95th percentile,"
+        f" {percent(max(present))} at worst ({len(present)} shapes, to which it is fitted; `python"
+        " scripts/fit_attention_rule.py` tests it on runs that it was not fitted to). It was not"
+        " measured on new shapes: `python benchmarks/attention_regret.py --seed 3 --out FILE`."
     )
-    last = [one.of_the_choice for one in found[list(found)[-1]]]
     answer = (
-        f"- Over {len(last)} random shapes that the rule in force was not fitted to, the choice of"
-        f" `auto` was at most {percent(float(np.quantile(last, 0.95)))} slower than the fastest"
-        f" implementation in 95 % of them, and {percent(max(last))} at worst."
+        f"- Over {len(of_all.last)} random shapes that the rule then in force was not fitted to,"
+        f" calls of `auto` were at most {percent(quantile((r.of_auto for r in of_all.last), 0.95))}"
+        " slower than the fastest implementation in 95 % of them, and"
+        f" {percent(max(r.of_auto for r in of_all.last))} at worst; by the calls of the"
+        " implementation that it chose,"
+        f" {percent(quantile((r.of_the_choice for r in of_all.last), 0.95))} and"
+        f" {percent(max(r.of_the_choice for r in of_all.last))}."
     )
     return ["## Regret of auto", answer, text, markdown(made).strip()]
 

@@ -1,125 +1,119 @@
-"""docs/cs336.md: every problem of the CS336 systems assignment, its command and its answer."""
+"""docs/cs336.md and the package's answers from the committed records, for every problem of the
+CS336 systems assignments."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from stepscope.records.jsonl import read_records
-from stepscope.report.blocks import Finding, Section
-from stepscope.studies.page import study_sections
+from stepscope.records.schema import Record
+from stepscope.report.blocks import Block, Figure, Finding, Flame, Table, Timeline
+from stepscope.report.document import markdown_document
+from stepscope.studies.course import PROBLEMS
+from stepscope.studies.course.answers import Views, distinct
+from stepscope.studies.course.committed import Committed, key_of
+from stepscope.studies.course.document import committed_document
+from stepscope.studies.course.needs import NEEDS
+from stepscope.studies.course.problem import Part
 
-
-class Problem(NamedTuple):
-    """A problem by its name in the assignment, and where Stepscope answers it."""
-
-    name: str
-    command: str
-    records: str
-    """The file under results/ that the quoted answer comes from."""
-    study: str
-    finding: str
-    """The code of the finding that answers it."""
-    figure: str
-    """The beginning of the name of the table or figure that shows it."""
-
-
-PROBLEMS = (
-    Problem("benchmarking_script", "stepscope run benchmark --size small --context 128",
-            "h200", "benchmark", "benchmark.backward-over-forward", "benchmark-times"),
-    Problem("nsys_profile", "stepscope run profile --size small --context 128",
-            "profile_h200", "profile", "profile.top-kernel", "profile-top"),
-    Problem("mixed_precision_accumulation", "stepscope run accumulation",
-            "accumulation_h200", "accumulation", "accumulation.sums", "accumulation-sums"),
-    Problem("benchmarking_mixed_precision",
-            "stepscope run benchmark --size small --context 128 --dtype float32 bfloat16",
-            "h200", "benchmark", "benchmark.dtype-gain", "benchmark-times"),
-    Problem("benchmarking_mixed_precision (dtypes under autocast)", "stepscope run autocast",
-            "autocast_h200", "autocast", "autocast.dtypes", "autocast-formats"),
-    Problem("memory_profiling", "stepscope run memory --size small --context 128",
-            "memory_h200", "memory", "memory.account", "memory-course"),
-    Problem("gradient checkpointing", "stepscope run checkpointing --size small --context 128",
-            "checkpointing_h200", "checkpointing", "checkpointing.saving", "checkpointing-pareto"),
-    Problem("pytorch_attention", "stepscope run attention",
-            "attention_h200", "attention", "attention.memory-growth", "attention-times"),
-    Problem("torch_compile", "stepscope run compile",
-            "compile_h200", "compile", "compile.gain", "compile-times"),
-    Problem("flash_forward", "stepscope run flash --attention tiled triton --context 512",
-            "flash_h200", "flash", "flash.accuracy", "flash-errors"),
-    Problem("flash_backward", "stepscope run flash --attention tiled triton --context 512",
-            "flash_h200", "flash", "flash.saved", "flash-errors"),
-    Problem("flash_benchmarking", "stepscope run flash",
-            "flash_h200", "flash", "flash.highest-rate", "flash-rate"),
-    Problem("leaderboard (attention)", "stepscope run flash --part race",
-            "flash-race_h200", "flash", "flash.leaderboard-shape", "flash-race"),
-    Problem("leaderboard (training step)", "stepscope run step --part race",
-            "step_h200", "step", "step.race-faster", "step-speed"),
-    Problem("distributed_communication_single_node", "stepscope run allreduce --ranks 2",
-            "parallel_cpu", "allreduce", "allreduce.compared", "allreduce-times"),
-    Problem("naive_ddp", "stepscope run ddp --ranks 2",
-            "parallel_cpu", "ddp", "ddp.against-torch", "ddp-steps"),
-    Problem("naive_ddp_benchmarking", "stepscope run ddp --ranks 2",
-            "parallel_cpu", "ddp", "ddp.hidden", "ddp-phases"),
-    Problem("minimal_ddp_flat_benchmarking", "stepscope run ddp --ranks 2",
-            "parallel_cpu", "ddp", "ddp.fastest", "ddp-steps"),
-    Problem("ddp_overlap_individual_parameters", "stepscope run ddp --ranks 2",
-            "parallel_cpu", "ddp", "ddp.hidden", "ddp-timeline"),
-    Problem("ddp_overlap_individual_parameters_benchmarking",
-            "stepscope run ddp --ranks 2",
-            "parallel_cpu", "ddp", "ddp.hidden", "ddp-timeline"),
-    Problem("ddp_overlap_bucketed", "stepscope run ddp --ranks 2",
-            "parallel_cpu", "ddp", "ddp.fastest", "ddp-steps"),
-    Problem("ddp_overlap_bucketed_benchmarking",
-            "stepscope run ddp --bucket-mb 1 10 100 --ranks 2",
-            "parallel_cpu", "ddp", "ddp.fastest", "ddp-steps"),
-    Problem("communication_accounting", "stepscope run rehearsal",
-            "parallel_cpu", "rehearsal", "rehearsal.communication-bound", "rehearsal-closed-forms"),
-    Problem("optimizer_state_sharding", "stepscope run sharding --ranks 2",
-            "parallel_cpu", "sharding", "sharding.share", "sharding-ways"),
-    Problem("optimizer_state_sharding_accounting", "stepscope run sharding --ranks 2",
-            "parallel_cpu", "sharding", "sharding.stage-1", "sharding-memory"),
-    Problem("FSDP", "stepscope run fsdp --ranks 2",
-            "parallel_cpu", "fsdp", "fsdp.share", "fsdp-memory"),
-)  # fmt: skip
+ANSWERS = "src/stepscope/studies/course/h200.json"
+_MAX_ROWS = 48
+"""Tables with more rows than this stay out of the package; they are on the pages of their study."""
+_MAX_POINTS = 2_000
 
 _INTRODUCTION = (
-    "Each problem of the 2025 and 2026 systems assignments, the command that answers it on the"
-    " machine in front of you, the table or figure of the page to look at, and the answer in the"
-    " committed records. The commands run on a GPU and on a CPU, where a study with longer defaults"
-    " takes the sizes of the quick preset. Generated from `results/` by `python"
-    " scripts/make_docs.py`.\n\n"
+    "Each problem of the 2025 and 2026 systems assignments by its name there, with the question in"
+    " our words, the command, and the answer in the committed records of an H200. `stepscope cs336"
+    " --edition 2026` measures the same on the machine in front of you and writes this document"
+    " with figures, as HTML, Markdown and LaTeX; with `--quick` that takes minutes on two CPU"
+    " cores. Several ranks have no record on several GPUs: they share one, over gloo. Problems of"
+    " arithmetic have the answer of `stepscope calc`, derived in [accounting](accounting.md)."
+    " Generated from `results/` by `python scripts/make_docs.py`.\n\n"
     "A language model of classes of your own, as the first assignment asks for, becomes faster by"
-    " one line: [examples/cs336_lm.py](../examples/cs336_lm.py), [accelerate](accelerate.md)."
+    " one line: [examples/cs336_lm.py](../examples/cs336_lm.py), [accelerate](accelerate.md). The"
+    " kernel that the handout teaches Triton with is [examples/weighted_sum.py]"
+    "(../examples/weighted_sum.py)."
 )
 
 
-def course_page(results: Path) -> str:
-    loaded: dict[str, dict[str, Section]] = {}
-    parts = ["# CS336: from the assignment to the answer", _INTRODUCTION]
+def course_files(results: Path) -> dict[str, str]:
+    """The page, and the answers that the package has."""
+    answers = committed(results)
+    page = committed_document(PROBLEMS, _INTRODUCTION, answers)
+    return {
+        ANSWERS: _by_line(answers),
+        "docs/cs336.md": markdown_document(page, images=False),
+    }
+
+
+def _by_line(answers: dict[str, Committed]) -> str:
+    """JSON with one answer on each line."""
+    lines = (f'"{key}": {msgspec.json.encode(one).decode()}' for key, one in answers.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def committed(results: Path) -> dict[str, Committed]:
+    files: dict[str, Views] = {}
+    answers: dict[str, Committed] = {}
     for problem in PROBLEMS:
-        if problem.records not in loaded:
-            records = read_records(results / f"{problem.records}.jsonl")
-            loaded[problem.records] = {one.name: one for one in study_sections(records)}
-        section = loaded[problem.records][problem.study]
-        parts += [
-            f"## {problem.name}",
-            f"```sh\n{problem.command}\n```",
-            f"On the page: `{figure_name(problem, section)}`."
-            f" In `results/{problem.records}.jsonl`:",
-            f"> {answer(problem, section).sentence}",
-        ]
-    return "\n\n".join(parts) + "\n"
+        for part in problem.parts:
+            if found := _answer(part, results, files):
+                answers[key_of(problem, part)] = found
+    return answers
 
 
-def answer(problem: Problem, section: Section) -> Finding:
-    return next(
-        block
-        for block in section.blocks
-        if isinstance(block, Finding) and block.code == problem.finding
+def _answer(part: Part, results: Path, files: dict[str, Views]) -> Committed | None:
+    blocks: list[Block] = []
+    used: list[Record] = []
+    names: list[str] = []
+    for show in part.shows:
+        name = NEEDS[show.need].records
+        if not name or show.committed is None:
+            continue
+        if name not in files:
+            files[name] = Views(read_records(results / f"{name}.jsonl"))
+        records = files[name].records(show, show.committed)
+        found = list(files[name].blocks(show, records))
+        if found:
+            names.append(f"results/{name}.jsonl")
+            used += records
+            blocks += found
+    if not blocks:
+        return None
+    devices = dict.fromkeys(one.environment.device_name for one in used)
+    ranks = {one.config["ranks"] for one in used if "ranks" in one.config}
+    source = ", ".join(devices)
+    if ranks:
+        source += f", {max(ranks)} ranks that share one GPU over gloo"
+    return Committed(
+        source=source,
+        files=tuple(dict.fromkeys(names)),
+        blocks=distinct(map(_small, _within_limits(blocks))),
     )
 
 
-def figure_name(problem: Problem, section: Section) -> str:
-    names: Sequence[str] = [one.name for one in section.blocks if not isinstance(one, Finding)]
-    return next(name for name in names if name.startswith(problem.figure))
+def _within_limits(blocks: list[Block]) -> Iterator[Block]:
+    for block in blocks:
+        match block:
+            case Table() if len(block.rows) > _MAX_ROWS:
+                continue
+            case Figure() if sum(len(curve.x) for curve in block.curves) > _MAX_POINTS:
+                continue
+            case Flame():
+                continue
+            case Timeline() if sum(len(lane.spans) for lane in block.lanes) > _MAX_POINTS:
+                continue
+            case _:
+                yield block
+
+
+def _small(block: Block) -> Block:
+    """The block without what only the page of its records can show."""
+    if isinstance(block, Table):
+        return msgspec.structs.replace(block, details=())
+    if isinstance(block, Finding):
+        return msgspec.structs.replace(block, values={}, records=())
+    return block

@@ -135,7 +135,7 @@ def samples_of(line: dict[str, Any], parameters: Parameters) -> dict[str, Sample
         largest = largest_of(COSTS[key], sizes.head_dim)
         if largest is None or (name == "hopper" and not hopper_runs(sizes)):
             continue
-        if was_timed(line, name) or us[name] > LONG_US:
+        if name == line["chosen"] or was_timed(line, name, us) or us[name] > LONG_US:
             fields = parameters.fields(key, largest, grouped=shape.heads != shape.key_heads)
             found[name] = Sample(key, fields, work_of(COSTS[key], sizes), us[name])
     return found

@@ -1,4 +1,5 @@
-"""Generate docs/ pages, the README's table and our published figures from the records in results/.
+"""Generate docs/ pages, the README's table, the numbers in the prose of hand-written pages and our
+published figures from the records in results/.
 
 python scripts/make_docs.py           write them
 python scripts/make_docs.py --check   report whether they match the records
@@ -15,13 +16,16 @@ from typing import Any
 
 from acceleration_page import PAGE as ACCELERATE
 from acceleration_page import with_tables
+from accounting_page import accounting_page
 from attention_sections import sections
-from course_page import course_page
+from claims import filled
+from compare_page import compare_pages
+from course_page import course_files
 from flash_page import flash_pages, naive_attention_pages
 from foreign_page import foreign_pages
+from hand_written_pages import PAGES as HAND_WRITTEN
 from limits_part import with_goals
 from long_pages import walkable
-from loop_parts import PAGES as LOOPS
 from loop_parts import loop_pages
 from memory_page import memory_pages
 from parallel_page import parallel_page
@@ -42,7 +46,6 @@ from stepscope.studies.registry import viewables
 
 ROOT = Path(__file__).resolve().parent.parent
 README, LIMITS = "README.md", "docs/limits.md"
-PARTLY_GENERATED = (README, LIMITS, *LOOPS)
 RECORDS = ROOT / "results" / "h200.jsonl"
 PEERS = ROOT / "results" / "course-reference-model_h200.json"
 PUBLISHED = "src/stepscope/published/h200.toml"
@@ -221,7 +224,9 @@ def main() -> int:
         ACCELERATE: with_tables((ROOT / ACCELERATE).read_text(), ROOT / "results"),
         PUBLISHED: published_h200(read_records(RECORDS), json.loads(PEERS.read_text())),
         **loop_pages(ROOT),
-        "docs/cs336.md": course_page(ROOT / "results"),
+        **{f"docs/{name}": text for name, text in compare_pages(ROOT / "results").items()},
+        "docs/accounting.md": accounting_page(),
+        **course_files(ROOT / "results"),
         "docs/h200.md": steps_page(),
         "docs/attention-tiles.md": tiles_page(),
         "docs/parallel.md": parallel_page(ROOT),
@@ -232,8 +237,10 @@ def main() -> int:
         **{f"docs/{name}": text for name, text in step_pages(ROOT / "results").items()},
         **{f"docs/{name}": text for name, text in foreign_pages(ROOT / "results").items()},
     }
-    written = [name for name in pages if name.endswith(".md") and name not in PARTLY_GENERATED]
+    written = [name for name in pages if name.endswith(".md") and name not in HAND_WRITTEN]
     pages |= {name: walkable(pages[name]) for name in written}
+    texts = {name: pages.get(name) or (ROOT / name).read_text() for name in HAND_WRITTEN}
+    pages |= {name: filled(text, ROOT / "results") for name, text in texts.items()}
     stale = [
         name
         for name, text in pages.items()

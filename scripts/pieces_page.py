@@ -27,13 +27,10 @@ _KEPT_FOR = {
 
 
 def pieces_section(results: Path) -> Iterator[str]:
-    path = results / RECORDS
-    if not path.exists():
+    if not (results / RECORDS).exists():
         return
-    lines = [_with_variant(json.loads(line)) for line in path.read_text().splitlines()]
-    races: dict[tuple[str, str], list[Line]] = {}
-    for line in lines:
-        races.setdefault((line["piece"], line["shape"]), []).append(line)
+    races = races_of(results)
+    lines = [line for race in races for line in race]
     here = lines[0]
     yield "## Each piece alone"
     yield (
@@ -41,8 +38,17 @@ def pieces_section(results: Path) -> Iterator[str]:
         f" {here['torch']}, {commits_of(line['commit'] for line in lines)}: forward and backward"
         " together, all variants interleaved, device time only."
     )
-    yield "\n".join(f"- {text}" for text in _findings(list(races.values())))
-    yield markdown(_table(list(races.values()))).strip()
+    yield "\n".join(f"- {text}" for text in _findings(races))
+    yield markdown(_table(races)).strip()
+
+
+def races_of(results: Path) -> list[list[Line]]:
+    """Return the lines of each piece and shape."""
+    races: dict[tuple[str, str], list[Line]] = {}
+    for text in (results / RECORDS).read_text().splitlines():
+        line = _with_variant(json.loads(text))
+        races.setdefault((line["piece"], line["shape"]), []).append(line)
+    return list(races.values())
 
 
 def _with_variant(line: Line) -> Line:
@@ -53,7 +59,7 @@ def _with_variant(line: Line) -> Line:
     return line | {"variant": variant}
 
 
-def _over_stepscope(race: Sequence[Line], variant: str) -> Ratio | None:
+def over_stepscope(race: Sequence[Line], variant: str) -> Ratio | None:
     samples = {line["variant"]: line["ms"] for line in race if "ms" in line}
     if _STEPSCOPE not in samples or variant not in samples:
         return None
@@ -66,7 +72,7 @@ def _findings(races: Sequence[Sequence[Line]]) -> Iterator[str]:
         ratios = {
             race[0]["shape"]: ratio
             for race in races
-            if race[0]["piece"] == piece and (ratio := _over_stepscope(race, _COMPILED)) is not None
+            if race[0]["piece"] == piece and (ratio := over_stepscope(race, _COMPILED)) is not None
         }
         if ratios:
             listed = ", ".join(f"{ratio.value:.3g} ({shape})" for shape, ratio in ratios.items())
@@ -100,7 +106,7 @@ def _row(race: Sequence[Line], line: Line) -> tuple[Cell, ...]:
     named = (line["piece"], line["shape"], line["variant"])
     if "lost" in line:
         return (*named, line["lost"], None, None, None)
-    ratio = _over_stepscope(race, line["variant"])
+    ratio = over_stepscope(race, line["variant"])
     over = None if ratio is None else Interval(value=ratio.value, low=ratio.low, high=ratio.high)
     time = summarize(line["ms"]).median
     return (*named, time, line["host_ms"], over, line["peak_bytes"])

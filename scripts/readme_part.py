@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from acceleration_page import SPEEDS, speeds_of
 from attention_sections import mean_of_auto
 from fp8_page import STEPS, steps_of
-from walkthrough_page import first_advice_right
 
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
 from stepscope.advisor.advise.outcome import Tried, best_of
 from stepscope.advisor.verdict import program_verdict
 from stepscope.records.jsonl import read_records
 from stepscope.report.blocks import Cell, Column, Interval, Table
-from stepscope.report.format import duration, percent
+from stepscope.report.format import duration
 from stepscope.report.text import markdown
 from stepscope.report.verdict import verdict_lines
-from stepscope.studies.flash import STUDY as FLASH
 from stepscope.studies.step import STUDY as STEP
-from stepscope.studies.step.rows import StepRace, races
+from stepscope.studies.step.rows import races
 from stepscope.studies.step.view import lead_cell
 
 BEGIN, END = "<!-- one H200: made by scripts/make_docs.py -->", "<!-- until here -->"
 VERDICT_BEGIN = "<!-- verdict: made by scripts/make_docs.py -->"
 VERDICT_END = "<!-- until here: verdict -->"
-_FP8_MODELS = ("Hugging Face Llama 1B", "TransformerLM 2.7b")
-_STEP_SIZES = ("small", "8b")
-"""Sizes of the built-in model whose steps are shown; docs/step.md has all."""
-
 Row = tuple[Cell, ...]
+T = TypeVar("T")
 
 
 def with_figures(readme: str, results: Path) -> str:
@@ -73,14 +70,13 @@ def _figures(results: Path) -> str:
             *_advised(results),
         ),
     )
-    right, counted = first_advice_right(results, "h200")
     return (
         f"{markdown(table).strip()}\n\n"
-        "Training steps (batch × tokens) run back to back; attention is forward and backward. The"
-        " baseline is the fastest variant that was tried: [accelerate](docs/accelerate.md),"
-        " [FP8](docs/precision.md), [steps](docs/step.md), [attention](docs/flash.md). Brackets:"
-        f" 95 % interval (99 % in the last row). {right} of {counted} first changes advised for the"
-        " examples gained within a third of the prediction ([walkthrough](docs/walkthrough.md))."
+        "Training steps (batch × tokens, bf16 or FP8) run back to back; attention is forward and"
+        " backward. The baseline is the fastest variant that was tried"
+        " ([accelerate](docs/accelerate.md), [FP8](docs/precision.md), [steps](docs/step.md),"
+        " [attention](docs/flash.md)); in the last row, the unchanged script. Brackets: 95 %"
+        " interval (last row: 99 %)."
     )
 
 
@@ -92,48 +88,44 @@ def _accelerated(results: Path) -> Iterator[Row]:
     lines = [json.loads(line) for line in (results / SPEEDS).read_text().splitlines()]
     for one in speeds_of(lines):
         if not one.model.startswith("TransformerLM"):
-            yield _against(f"{one.model}, bf16", one.ms, one.baseline, one.baseline_ms)
+            yield _against(one.model, one.ms, one.baseline, one.baseline_ms)
 
 
 def _in_fp8(results: Path) -> Iterator[Row]:
     """The fastest form of each model against the fastest baseline in the same process."""
     lines = [json.loads(line) for line in (results / STEPS).read_text().splitlines()]
-    for model in _FP8_MODELS:
-        steps = [step for step in steps_of(lines) if step.row == model and step.peer is not None]
-        fastest = min(steps, key=lambda step: step.ms)
-        assert fastest.peer is not None
-        peer_ms, form = fastest.peer
-        yield _against(f"{model}, 4 × 2048, FP8", fastest.ms, form.replace("-", ", "), peer_ms)
+    fastest: dict[str, tuple[float, float, str]] = {}
+    for step in steps_of(lines):
+        if step.peer is not None and step.ms < fastest.get(step.row, (math.inf,))[0]:
+            fastest[step.row] = (step.ms, *step.peer)
+    for which, (model, (ms, peer_ms, form)) in _extremes(
+        list(fastest.items()), lambda one: one[1][1] / one[1][0]
+    ):
+        yield _against(f"{model}, 4 × 2048, FP8 ({which})", ms, form.replace("-", ", "), peer_ms)
 
 
 def _steps(results: Path) -> Iterator[Row]:
-    for race in races(STEP.results(read_records(results / "step_h200.jsonl"))):
-        lead, share = race.lead(), race.mfu()
-        if lead is not None and race.spec.size in _STEP_SIZES:
-            mfu = f", {percent(share)} MFU" if share is not None else ""
-            yield (
-                _named(race),
-                f"{duration(lead.ms)}{mfu}",
-                f"torch.compile, {duration(lead.baseline_ms)}",
-                lead_cell(lead),
-            )
+    raced = races(STEP.results(read_records(results / "step_h200.jsonl")))
+    leads = [(race.spec, lead) for race in raced if (lead := race.lead()) is not None]
+    for which, (spec, lead) in _extremes(leads, lambda one: one[1].value):
+        yield (
+            f"TransformerLM {spec.size}, {spec.batch} × {spec.context} ({which})",
+            duration(lead.ms),
+            f"torch.compile, {duration(lead.baseline_ms)}",
+            lead_cell(lead),
+        )
 
 
-def _named(race: StepRace) -> str:
-    spec = race.spec
-    return f"TransformerLM {spec.size}, {spec.batch} × {spec.context}, bf16"
+def _extremes(rows: Sequence[T], speedup: Callable[[T], float]) -> Iterator[tuple[str, T]]:
+    """Yield the rows with the least and the largest speedup, which have all others between them."""
+    yield f"least of {len(rows)}", min(rows, key=speedup)
+    yield f"largest of {len(rows)}", max(rows, key=speedup)
 
 
 def _attention(results: Path) -> Iterator[Row]:
-    """Means over shapes with several heads."""
+    """The mean over shapes with several heads."""
     mean, count = mean_of_auto(results)
     yield f"attention, causal, mean of {count} shapes", "auto", "cuDNN", mean
-    blocks = FLASH.view(read_records(results / "flash-race_h200.jsonl"))
-    (table,) = (b for b in blocks if isinstance(b, Table) and b.name == "flash-speed")
-    for against, shape, measured, *_ in table.rows:
-        if against == "sdpa_flash" and str(shape).startswith("mean of"):
-            what = f"attention, causal, {shape} shapes"
-            yield what, "Triton kernels", "torch's FlashAttention-2", measured
 
 
 def _advised(results: Path) -> Iterator[Row]:

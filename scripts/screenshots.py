@@ -21,8 +21,7 @@ from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
-from stepscope.advisor.advise.facts import facts_of
-from stepscope.analysis.advice.changes import advise
+from stepscope.advisor.advise.step import RecordedStep
 from stepscope.cli.advice_page import advice_page
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
@@ -43,7 +42,7 @@ def pages(quick: Path | None) -> Iterator[tuple[str, str]]:
     advised = read_records(ROOT / "results" / "advise-slow_h200.jsonl")
     watched = [record for record in advised if record.study != TRIALS]
     base = next(record for record in watched if record.study == INSPECTED)
-    yield "advise", html_page(advice_page(base, advise(facts_of(base)), advised))
+    yield "advise", html_page(advice_page(RecordedStep(base), advised))
     yield "inspect", html_page(make_page(watched))
     yield "h200", html_page(make_page(_read("h200.jsonl", "profile_h200.jsonl")))
     entries = [_entry(_read(name)) for name in _RUNS]

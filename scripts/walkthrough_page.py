@@ -16,6 +16,7 @@ from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
 from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.given import advice_given
 from stepscope.advisor.advise.outcome import Tried, best_of, first_right
+from stepscope.advisor.advise.step import RecordedStep
 from stepscope.advisor.advise.view import advice_table, not_tried, trial_blocks
 from stepscope.advisor.inspect import STUDY as INSPECTED
 from stepscope.analysis.advice.changes import Advice, advise
@@ -99,7 +100,7 @@ def _titles(best: Tried | None) -> list[str]:
 
 def _html(records: Sequence[Record]) -> str:
     base = _base(records)
-    return html_page(advice_page(base, _advice(base), records))
+    return html_page(advice_page(RecordedStep(base), records))
 
 
 def first_advice_right(results: Path, machine: str) -> tuple[int, int]:

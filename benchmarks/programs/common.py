@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -80,27 +78,3 @@ class Images(Dataset[tuple[Tensor, int]]):
         label = index % self.classes
         source = torch.Generator().manual_seed(index)
         return torch.randn(self.shape, generator=source) + label / self.classes, label
-
-
-def declare_torchvision_operators() -> None:
-    """Let `import torchvision` succeed where its C++ extension cannot be loaded.
-
-    The wheel for aarch64 links against CUDA, and with a CPU build of torch its import fails at
-    box operators that no classification model calls. Their schemas are enough.
-    """
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.origin is None or torch.version.cuda is not None:
-        return
-    try:
-        torch.ops.load_library(Path(spec.origin).with_name("_C.so"))
-    except OSError:
-        global _operators
-        _operators = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            _operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-
-_operators: torch.library.Library | None = None
-"""Kept alive: the schemas are removed with it."""
-# Before a program imports transformers, Lightning or timm, all of which import torchvision.
-declare_torchvision_operators()

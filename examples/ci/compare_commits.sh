@@ -9,6 +9,7 @@
 # script fails.
 #
 #   ROUNDS  runs of each commit; with fewer than 7 no difference can be shown   (8)
+#   BUDGET  seconds for all rounds; one that would end later is not started     (600)
 #   STEPS   timed steps of each run                                             (20)
 #   LIMIT   slowdown of the median that fails                                   (5%)
 #   OUT     directory of the pages, logs and records                            (stepscope-ci)
@@ -23,7 +24,7 @@ shift
 new=$PWD
 out=$(realpath -m "${OUT:-stepscope-ci}")
 base=$out/base
-rm -rf "$out/runs"
+rm -rf "$out/runs" "$out/store"
 mkdir -p "$out/runs"
 git worktree add --quiet --force --detach "$base" "$commit"
 trap 'git worktree remove --force "$base"' EXIT
@@ -33,7 +34,8 @@ record() { # SIDE ROUND FOLDER SCRIPT [ARGUMENTS ...]
   shift 3
   # Packages of the commit itself, not those that are installed.
   if ! (cd "$folder" && PYTHONPATH="$folder:$folder/src${PYTHONPATH:+:$PYTHONPATH}" \
-    stepscope inspect --stop --no-memory --steps "${STEPS:-20}" --traced 1 --page "$run.html" "$@") \
+    stepscope inspect --stop-early --no-memory --steps "${STEPS:-20}" \
+    --profiled-steps 1 --out "$out/store" --page "$run.html" "$@") \
     >"$run.log" 2>&1 || [[ ! -e $run.jsonl ]]; then
     echo "the script failed, or no step was recorded: $run.log" >&2
     tail -n 20 "$run.log" >&2
@@ -41,8 +43,15 @@ record() { # SIDE ROUND FOLDER SCRIPT [ARGUMENTS ...]
   fi
 }
 
-for ((round = 1; round <= ${ROUNDS:-8}; round++)); do
-  echo "round $round of ${ROUNDS:-8}" >&2
+rounds=${ROUNDS:-8} budget=${BUDGET:-600} longest=0
+SECONDS=0
+for ((round = 1; round <= rounds; round++)); do
+  begun=$SECONDS
+  if ((begun + longest > budget)); then
+    echo "$((round - 1)) of $rounds rounds fit into BUDGET=$budget seconds; one takes $longest" >&2
+    break
+  fi
+  echo "round $round of $rounds" >&2
   if ((round % 2)); then
     record base "$round" "$base" "$@"
     record new "$round" "$new" "$@"
@@ -50,6 +59,7 @@ for ((round = 1; round <= ${ROUNDS:-8}; round++)); do
     record new "$round" "$new" "$@"
     record base "$round" "$base" "$@"
   fi
+  ((SECONDS - begun <= longest)) || longest=$((SECONDS - begun))
 done
 
 cat "$out"/runs/base-*.jsonl >"$out/base.jsonl"

@@ -1,0 +1,137 @@
+"""Wrong intervals of trials that end early, by simulation.
+
+    python benchmarks/trial_simulation.py --out results/trial-simulation.jsonl
+
+A trial of `advise --verify` takes turns of the unchanged and the changed step, and ends at the
+first round at which its gain is known (`analysis.advice.stopping`). Each condition draws the noise
+of a machine over all turns, so that neighboring turns of both steps share it, and lets trials end
+by that rule. An interval that does not contain the true ratio is wrong; so is a gain of a change
+that gains nothing. One line of JSON per condition. Every draw has a fixed seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from compare_simulation import NOISES
+
+from stepscope.analysis.advice.stopping import is_decided
+from stepscope.records.stats import FEWEST_ROUNDS, sequential_ratio
+
+ROUNDS = 15
+"""Most rounds of a trial, as in `--rounds`."""
+PROMISED = 0.01
+"""Largest accepted rate of wrong intervals."""
+KINDS = (
+    "independent",
+    "AR(1) 0.5",
+    "AR(1) 0.9",
+    "AR(1) 0.98",
+    "ramp of 20 % in both",
+    "bursts of 30 %",
+    "shift of 10 % in half",
+    "slow and fast",
+)
+
+
+class Condition(msgspec.Struct, frozen=True, kw_only=True):
+    noise: str
+    sigma: float
+    """Standard deviation of a turn, relative."""
+    ratio: float
+    """True ratio of the changed step over the unchanged one."""
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """A condition and what happened in its trials: one line of the record."""
+
+    condition: Condition
+    trials: int
+    wrong: int
+    """Intervals without the true ratio, when the trial ended."""
+    kept: int
+    """Trials that show a gain."""
+    decided: int
+    """Trials that ended before the last round."""
+    rounds: float
+    """Mean number of rounds."""
+
+    @property
+    def wrong_rate(self) -> float:
+        return self.wrong / self.trials
+
+
+def conditions() -> Iterator[Condition]:
+    for noise in KINDS:
+        for sigma in (0.005, 0.02):
+            for ratio in (1.0, 0.95, 0.5):
+                yield Condition(noise=noise, sigma=sigma, ratio=ratio)
+
+
+def simulate(condition: Condition, trials: int) -> Rates:
+    seed = zlib.crc32(msgspec.json.encode(condition))
+    draw, order = np.random.default_rng(seed), random.Random(seed)
+    # Two sides, as the noises of `compare_simulation` expect; the first one is used.
+    logs = NOISES[condition.noise](draw, (trials, 2, 2 * ROUNDS), condition.sigma)[:, 0]
+    wrong = kept = decided = rounds = 0
+    for turns in np.exp(logs).reshape(trials, ROUNDS, 2):
+        base, changed = [], []
+        for pair in turns.tolist():
+            order.shuffle(pair)
+            base.append(pair[0])
+            changed.append(condition.ratio * pair[1])
+            if len(base) < FEWEST_ROUNDS:
+                continue
+            ratio = sequential_ratio(base, changed)
+            if is_decided(ratio):
+                break
+        decided += len(base) < ROUNDS
+        rounds += len(base)
+        wrong += not ratio.low <= condition.ratio <= ratio.high
+        kept += ratio.high < 1.0
+    return Rates(
+        condition=condition,
+        trials=trials,
+        wrong=wrong,
+        kept=kept,
+        decided=decided,
+        rounds=rounds / trials,
+    )
+
+
+def read(path: Path) -> list[Rates]:
+    return [msgspec.json.decode(line, type=Rates) for line in path.read_text().splitlines()]
+
+
+def broken(record: list[Rates]) -> list[Rates]:
+    return [one for one in record if one.wrong_rate > PROMISED]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    every = list(conditions())
+    record = []
+    with ProcessPoolExecutor(options.processes) as pool:
+        for rates in pool.map(simulate, every, [options.trials] * len(every)):
+            record.append(rates)
+            print(msgspec.json.encode(rates).decode(), flush=True)
+    if options.out:
+        lines = (msgspec.json.encode(rates).decode() for rates in record)
+        options.out.write_text("\n".join(lines) + "\n")
+    for rates in broken(record):
+        print(f"above the promised rate: {rates.condition}, {rates.wrong_rate:.2%} wrong")
+
+
+if __name__ == "__main__":
+    main()
