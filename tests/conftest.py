@@ -38,6 +38,8 @@ settings.load_profile("slow")
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 STARTUP = Path(__file__).with_name("startup")
+# Messages name `stepscope` as it is called in this environment: without a path.
+os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(STARTUP), os.environ.get("PYTHONPATH")))
 )

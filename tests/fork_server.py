@@ -45,7 +45,7 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
 
 COLD = "STEPSCOPE_COLD_START"
@@ -210,13 +210,17 @@ def _is_inherited(file: int) -> bool:
 
 
 def _is_program(words: Sequence[str], folder: str) -> bool:
-    """Whether these are the arguments of an interpreter without options other than -u."""
-    words = words[1:] if words[:1] == ["-u"] else words
+    """Whether these are the arguments of an interpreter without options other than -u and -P."""
+    words = _without_options(words)
     if not words:
         return False
     if words[0] in ("-m", "-c"):
         return len(words) > 1
     return words[0].endswith(".py") and Path(folder, words[0]).is_file()
+
+
+def _without_options(words: Sequence[str]) -> Sequence[str]:
+    return _without_options(words[1:]) if words[:1] in (["-u"], ["-P"]) else words
 
 
 def install() -> None:
@@ -377,7 +381,8 @@ def _imitate_start(request: Request, files: Sequence[int]) -> None:
     for file, number in zip(moved, request.files, strict=True):
         os.dup2(file, number, inheritable=True)
         os.close(file)
-    unbuffered = request.words[1] == "-u" or request.environment.get(os.fsencode(_UNBUFFERED))
+    options = request.words[1 : len(request.words) - len(_without_options(request.words[1:]))]
+    unbuffered = "-u" in options or request.environment.get(os.fsencode(_UNBUFFERED))
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         _open_standard_stream(number, name, buffered=not unbuffered)
     os.chdir(request.folder)
@@ -393,6 +398,10 @@ def _imitate_start(request: Request, files: Sequence[int]) -> None:
     sys.path[:] = list(dict.fromkeys([*before, *sys.path]))
     sys.path_importer_cache.clear()
     sys.orig_argv = list(request.words)
+    if "-P" in options:
+        names = [name for name in dir(sys.flags) if not name.startswith(("_", "n_"))]
+        flags = {name: getattr(sys.flags, name) for name in names} | {"safe_path": True}
+        sys.flags = SimpleNamespace(**flags)  # type: ignore[assignment, misc]
     signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
 
 
@@ -429,24 +438,24 @@ def _show_environment(environment: dict[bytes, bytes]) -> None:
 
 def _run(words: Sequence[str]) -> None:
     """Run the program as `__main__`; its exceptions end the process as they would otherwise."""
-    name, *rest = words[2:] if words[1] == "-u" else words[1:]
+    name, *rest = _without_options(words[1:])
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __spec__=None)
     sys.modules["__main__"] = main
     try:
         if name == "-m":
             sys.argv = ["-m", *rest[1:]]
-            sys.path.insert(0, os.getcwd())
+            _put_first(os.getcwd())
             runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
         elif name == "-c":
             sys.argv = ["-c", *rest[1:]]
-            sys.path.insert(0, "")
+            _put_first("")
             main.__loader__ = importlib.machinery.BuiltinImporter
             exec(compile(rest[0], "<string>", "exec", dont_inherit=True), main.__dict__)
         else:
             sys.argv = [name, *rest]
             path = os.path.abspath(name)
-            sys.path.insert(0, str(Path(path).resolve().parent))
+            _put_first(str(Path(path).resolve().parent))
             main.__dict__.update(__file__=path, __cached__=None)
             main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
             exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
@@ -459,6 +468,11 @@ def _run(words: Sequence[str]) -> None:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.excepthook = _ignore
         raise
+
+
+def _put_first(folder: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)
 
 
 def _ignore(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -101,7 +101,7 @@ def sharded(
     for number, seed in enumerate(seeds):
         world.step(number)
         module = Toy().to(world.device)
-        model = FSDP(module, dtype) if make is None else make(module)
+        model = FSDP(module, dtype, verify_every=1) if make is None else make(module)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         states = []
         for words, labels in batches(seed, world.device):

@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
+from grading_records import criterion_record, speed_record
 from own_records import own_record
-from stepscope.records.renames import STUDIES
-from stepscope.records.schema import decode, encode
+from parallel_records import leaderboard_record
+from stepscope.records.schema import encode
 
 RESULTS = Path(__file__).parent.parent / "results"
 NUMBERS = (
@@ -65,27 +66,21 @@ def real_records() -> dict[str, list[Json]]:
             head = msgspec.json.decode(line, type=Head)
             if head.run is None:
                 continue
-            study = STUDIES.get(head.study, head.study)
-            if len(by_study[study]) < _MAX_OF_A_STUDY:
-                by_study[study].append(json.loads(line))
-    by_study["own"] = [json.loads(encode(own_record()))]
-    return {study: records for study, records in by_study.items() if records}
-
-
-@cache
-def upgraded_records() -> dict[str, list[Json]]:
-    """The same records in the current schema."""
-    return {
-        study: [json.loads(encode(decode(json.dumps(record)))) for record in records]
-        for study, records in real_records().items()
+            if len(by_study[head.study]) < _MAX_OF_A_STUDY:
+                by_study[head.study].append(json.loads(line))
+    made = {
+        "own": [own_record()],
+        "leaderboard": [leaderboard_record()],
+        "check": [criterion_record(), criterion_record("lse", "lse"), speed_record()],
     }
+    for study, records in made.items():
+        by_study[study] = [json.loads(encode(record)) for record in records]
+    return {study: records for study, records in by_study.items() if records}
 
 
 def hostile(chance: Random) -> tuple[list[Json], list[Json]]:
     """Some records of one study, and the same records with a few changes."""
-    records = chance.choice((real_records, upgraded_records))()[
-        chance.choice(sorted(real_records()))
-    ]
+    records = real_records()[chance.choice(sorted(real_records()))]
     count = min(len(records), chance.choice((1, 1, 2, 4)))
     first = chance.randrange(len(records) - count + 1)
     base = records[first : first + count]

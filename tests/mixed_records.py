@@ -5,8 +5,15 @@ from __future__ import annotations
 import functools
 
 from fp8_records import gradients, tensors_record, training_record
+from grading_records import criterion_record, speed_record
 from own_records import inspected_record, own_record, tried
-from parallel_records import collective_record, ddp_record, fsdp_record, sharding_record
+from parallel_records import (
+    collective_record,
+    ddp_record,
+    fsdp_record,
+    leaderboard_record,
+    sharding_record,
+)
 from precision_records import autocast_record, dot_record, square_record, sum_record
 from rehearsal_records import check_record, recorded_record
 from step_records import (
@@ -84,6 +91,26 @@ def mixed_records() -> dict[str, list[Record]]:
             *(
                 fsdp_record(context=64 * index, status=status, reason=FAILURES[status])
                 for index, status in enumerate(FAILURES, start=3)
+            ),
+        ],
+        "check": [
+            criterion_record(),
+            criterion_record("lse", "lse"),
+            *(
+                criterion_record(criterion, status=status, reason=FAILURES[status])
+                for criterion, status in zip(
+                    ("ragged", "second-call", "dtypes", "scale"), FAILURES, strict=True
+                )
+            ),
+            speed_record(),
+        ],
+        "leaderboard": [
+            *(leaderboard_record(ranks=ranks) for ranks in (1, 2)),
+            *(
+                leaderboard_record(
+                    flags={"context": 64 * index}, status=status, reason=FAILURES[status]
+                )
+                for index, status in enumerate(FAILURES, start=1)
             ),
         ],
         "rehearsal": [

@@ -100,12 +100,13 @@ def tried(
     times: float = 30.0,
     *advised: Advice,
     losses: tuple[float, ...] = (2.0, 1.5, 1.2, 1.0),
+    noise: float = 1.0,
     **changes: Any,
 ) -> Record:
     """Record of a trial: the step takes 50 ms without the changes and `times` with them."""
     trial = Trial(base=BASE, advice=advised or (advice(),), step_ms=100.0)
     spread = (0.99, 1.0, 1.01, 1.0, 0.995, 1.005, 1.0)
-    other = (1.0, 0.99, 1.01, 1.0, 1.005, 0.995, 1.0)
+    other = tuple(1 + noise * (s - 1) for s in (1.0, 0.99, 1.01, 1.0, 1.005, 0.995, 1.0))
     series = (
         Series(
             name="step",

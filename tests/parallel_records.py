@@ -158,3 +158,30 @@ def fsdp_record(steps: Mapping[str, float] | None = None, **options: Any) -> Rec
     return msgspec.structs.replace(
         base, study="fsdp", id=f"fsdp-{base.id}", series=tuple(series), quantities=tuple(quantities)
     )
+
+
+def leaderboard_record(
+    *,
+    step: float = 100.0,
+    total_s: float = 50.0,
+    ranks: int = 2,
+    backend: str = "nccl",
+    flags: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> Record:
+    """The test of the handout, or with other flags a smaller one."""
+    study = find_study("leaderboard")
+    (case,) = study.cases(study.flags(ranks=(ranks,), **(flags or {})))
+    seconds = {"build_s": 5.0, "first_s": 9.0, "total_s": total_s, "limit_s": 600.0}
+    return planted(
+        "leaderboard",
+        case,
+        changes,
+        known={
+            "quantities": tuple(
+                Quantity(name=name, value=value, unit="s") for name, value in seconds.items()
+            )
+        },
+        series=tuple(times("step", step, "host", rank=rank) for rank in range(ranks)),
+        notes={"backend": backend},
+    )

@@ -107,7 +107,7 @@ def check_record(
 
 def _phases() -> tuple[Series, ...]:
     return tuple(
-        Series(name=name, unit="ms", values=(ms,) * 3, clock="device")
+        Series(name=name, unit="ms", values=(ms,) * 5, clock="device")
         for name, ms in PHASES.items()
     )
 

@@ -37,6 +37,8 @@ class Program:
     closure: bool = False
     """The optimizer runs forward and backward inside its step."""
     ranks: int = 1
+    needs: str = ""
+    """Library that is not in every set-up."""
 
     @property
     def path(self) -> Path:
@@ -57,9 +59,14 @@ ALL = (
     ),
     Program("peft_lora_llama", ("modeling_llama.py",), naive_attention=False),
     Program("hf_vit", ("modeling_vit.py",), naive_attention=True),
-    Program("timm_vit", ("vision_transformer.py", "attention.py"), naive_attention=False),
-    Program("timm_convnext", ("convnext.py", "norm.py", "mlp.py")),
-    Program("torchvision_reference", ("resnet.py",)),
+    Program(
+        "timm_vit",
+        ("vision_transformer.py", "attention.py"),
+        naive_attention=False,
+        needs="timm",
+    ),
+    Program("timm_convnext", ("convnext.py", "norm.py", "mlp.py"), needs="timm"),
+    Program("torchvision_reference", ("resnet.py",), needs="torchvision"),
     Program("lightning_cnn", closure=True),
     Program("lightning_transformer", naive_attention=False, closure=True),
     Program("torch_mnist"),

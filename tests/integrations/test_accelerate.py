@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import vision
 from torch import Tensor, nn
 
 import stepscope
 from fp8_on_cpu import pretend_fp8
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "programs"))
-import common  # noqa: F401
 
 transformers = pytest.importorskip("transformers")
 
@@ -198,7 +195,7 @@ def _other_model(family: str) -> nn.Module:
         config = getattr(transformers, f"{family}Config")(**SIZES, **GROUPED, head_dim=16)
         model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
         return model
-    timm = pytest.importorskip("timm")
+    timm = vision.require("timm")
     # With layer scale and stochastic depth.
     options = {"img_size": 32, "depth": 2, "init_values": 0.1, "drop_path_rate": 0.5}
     inner = timm.create_model("vit_tiny_patch16_224", num_classes=10, **options)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import vision
 from torch import nn
 
 import stepscope
@@ -30,6 +31,13 @@ def _without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
+def _family(name: str) -> matrix.Family:
+    family = matrix.FAMILIES[name]
+    if family.library == "timm":
+        vision.require("timm")
+    return family
+
+
 def trained(
     family: str,
     accelerate: bool,
@@ -37,7 +45,7 @@ def trained(
     change: Callable[[Any], nn.Module | None] = lambda _: None,
     unchecked: int = 0,
 ) -> list[float]:
-    one = matrix.FAMILIES[family]
+    one = _family(family)
     model = one.create()
     model = change(model) or model
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
@@ -63,6 +71,7 @@ def test_losses_over_twenty_steps(family: str) -> None:
 
 @pytest.mark.parametrize("family", matrix.FAMILIES)
 def test_the_table_is_what_happens(family: str) -> None:
+    _family(family)
     (recorded,) = (line for line in matrix.read(ROOT / "results") if line["family"] == family)
     assert recorded | matrix.row(family) == recorded
 

@@ -3,8 +3,6 @@ the same loss and gradients, computed by the rules of their masks."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +12,6 @@ from torch import Tensor, nn
 import stepscope
 from stepscope.acceleration.pieces import attention as rotary
 from stepscope.acceleration.pieces import mask_rules, packed_attention
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "programs"))
-import common  # noqa: F401
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,8 +19,6 @@ from stepscope.records.jsonl import read_records
 from stepscope.studies.program.rows import ProgramRecord
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks" / "programs"))
-import common  # noqa: E402, F401
 
 transformers = pytest.importorskip("transformers")
 lightning = pytest.importorskip("lightning")

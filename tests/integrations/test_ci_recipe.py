@@ -129,3 +129,28 @@ def test_a_script_that_fails_is_named(repository: Path, environment: dict[str, s
     assert "the script failed" in done.stderr
     assert "no data" in done.stderr
     assert git(repository, "worktree", "list").count("\n") == 0
+
+
+def test_a_round_that_would_end_after_the_budget_is_not_started(
+    repository: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "bin" / "stepscope").write_text(
+        "#!/usr/bin/env bash\n"
+        "while (($#)); do\n"
+        '  [[ $1 != --page ]] || { sleep 1; echo "{}" >"${2%.html}.jsonl"; }\n'
+        "  shift\n"
+        "done\n"
+    )
+    done = subprocess.run(
+        ["bash", "examples/ci/compare_commits.sh", "HEAD", "train.py"],
+        cwd=repository,
+        env=environment | {"ROUNDS": "9", "BUDGET": "5"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    told = re.search(r"(\d) of 9 rounds fit into BUDGET=5 seconds", done.stderr)
+    assert told, done.stderr
+    recorded = list((repository / "stepscope-ci" / "runs").glob("*.jsonl"))
+    assert len(recorded) == 2 * int(told[1]) <= 6

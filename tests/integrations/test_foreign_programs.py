@@ -7,6 +7,7 @@ import json
 
 import foreign_runs as runs
 import pytest
+import vision
 from foreign_runs import ALL, BY_NAME, Program
 
 import stepscope
@@ -14,7 +15,11 @@ from stepscope.analysis.trace.summary import Summary
 
 
 def only(*programs: Program) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("program", programs, ids=[one.name for one in programs])
+    cases = [
+        pytest.param(one, id=one.name, marks=vision.needed(one.needs) if one.needs else ())
+        for one in programs
+    ]
+    return pytest.mark.parametrize("program", cases)
 
 
 each = only(*ALL)

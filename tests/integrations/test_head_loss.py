@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import types
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from accuracy import hold_to_policy
+from stepscope.acceleration.forward_registry import add_layer
 from stepscope.acceleration.pieces import deferred_logits
 from stepscope.acceleration.pieces.deferred_logits import DeferredLogits
 from stepscope.acceleration.pieces.head_loss import find
@@ -68,8 +68,7 @@ def replaced(one: Any, copies: WeightCopies | None = None, owners: int = 1) -> A
     assert not left
     assert len(replacements) == 1 + owners
     for replacement in replacements:
-        module = replacement.module
-        module.forward = types.MethodType(replacement.forward, module)
+        add_layer(replacement.module, replacement.forward, None)
     return one
 
 

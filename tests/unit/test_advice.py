@@ -70,8 +70,8 @@ def test_advice_without_a_trial_has_a_reason() -> None:
     )
     texts = [one.text for one in not_tried(own, [Tried(tried(30.0, own[0]))], OF_SCRIPTS)]
     assert texts == [
-        "Not tried: the change compile; excluded by --only, or out of time.",
-        "Not tried: the change fused-loss; the loss is inside.",
+        "Not tried: the change compile (40.0 ms predicted); excluded by --only, or out of time.",
+        "Not tried: the change fused-loss (40.0 ms predicted); the loss is inside.",
     ]
 
 
@@ -171,7 +171,8 @@ def test_the_page_states_verified_gains_and_the_code_to_write() -> None:
         code="advise.no-gain",
         values={"tried": 1},
         records=(slower.id,),
-        text="None of the tried changes is worth making here.",
+        text="None of the tried changes is worth making: none gains 3 % or more with the same"
+        " loss.",
     )
 
 

@@ -113,7 +113,7 @@ def test_records_of_another_machine_say_what_could_not_be_evaluated(advise_outpu
     rule = {"code": "fused-optimizer", "title": "fused optimizer", "missing": BANDWIDTH}
     assert rule in output["not_evaluated"]
     assert "measuring" not in err
-    for text in (page, advise_output(environment())[0]):
+    for text in (page, advise_output(environment(), "--full")[0]):
         plain = " ".join(text.split())
         assert "Not evaluated: fused optimizer. The records have no memory" in plain
         assert "stepscope advise SCRIPT" in plain

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from own_records import attached, tried
+from stepscope.acceleration.accelerate import _PIECES
 from stepscope.advisor.advise.cases import OF_SCRIPTS, Script, Trial
 from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.outcome import Tried
@@ -25,7 +26,7 @@ from stepscope.analysis.advice.changes import (
     predictions,
 )
 from stepscope.analysis.advice.facts import Facts, PhaseWork, PieceShare, PieceWork
-from stepscope.analysis.advice.pieces import excluded_pieces, group_of
+from stepscope.analysis.advice.pieces import _without_casts, excluded_pieces, group_of
 from stepscope.analysis.advice.timeline import wall_ms
 from stepscope.analysis.trace.summary import Use
 from stepscope.records.jsonl import read_records
@@ -100,8 +101,7 @@ def test_gain_of_each_piece() -> None:
     step = facts()
     gains = {code: round(one.gain_ms, 6) for code, one in predicted(step).items()}
     assert gains["accelerate-norms"] == 6 - 1 + 8 - 4
-    # 6 B of each weight, forward and backward, at 4 TB/s: 3/7 of the cast layers are in the MLPs,
-    # 4/7 in the attention. The forward has no time of its own for casts.
+    # 6 B of each gradient at 4 TB/s: 3/7 of the cast layers are in the MLPs, 4/7 in the attention.
     assert gains["accelerate-mlp"] == pytest.approx(3 - 1 + 4 - 2 + 0.15 * 3 / 7)
     assert gains["accelerate-attention"] == pytest.approx(4 - 1 + 0.15 * 4 / 7)
     assert gains["accelerate-embedding"] == 1.5
@@ -110,6 +110,18 @@ def test_gain_of_each_piece() -> None:
     assert gains["fused-loss"] == pytest.approx(0.6 * 5)
     loss = predicted(step)["fused-loss"]
     assert (loss.gain_bytes, loss.setting) == (1 << 30, {"loss": "accelerate"})
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_only_the_update_of_a_graph_saves_the_casts_of_weights(captured: bool) -> None:
+    backward, optimizer = facts().phases[1:]
+    forward = PhaseWork(name="forward", classes={"matmul": 35.0, "copy/cast": 3.0}, launches=400.0)
+    step = facts(phases=(forward, backward, optimizer), captured=captured)
+    after = _without_casts(step, LLAMA)
+    saved = [
+        now.device_ms - then.device_ms for now, then in zip(step.phases, after.phases, strict=True)
+    ]
+    assert saved == pytest.approx([0.15 * captured, 0.15, 0.0])
 
 
 def test_the_whole_is_the_sum_of_its_pieces_and_one_line() -> None:
@@ -206,15 +218,14 @@ def test_on_a_cpu_only_attention_and_memory_gain() -> None:
     advice = predicted(step)
     assert advice["fused-loss"].gain_ms == 0
     assert advice["fused-loss"].gain_bytes == 1 << 30
-    assert advice["accelerate"].setting == {"attention": "accelerate", "loss": "accelerate"}
-    assert advice["accelerate"].gain_ms == advice["fused-attention"].gain_ms > 0
+    assert advice["fused-attention"].gain_ms > 0
+    assert "accelerate" not in advice
     reasons = {one.code: one.reason for one in not_applicable(step)}
     for code in ("norms", "mlp", "attention", "embedding"):
         assert "on a CPU" in reasons[f"accelerate-{code}"]
     assert reasons["train-step"] == "the step runs on a CPU"
     assert "GPU kernel" in reasons["accelerate-optimizer"]
-    fused = {one.code: one.reason for one in not_applicable(afterwards(step, ["fused-attention"]))}
-    assert "see fused attention and the fused loss" in fused["accelerate"]
+    assert "see fused attention and the fused loss" in reasons["accelerate"]
 
 
 def test_models_without_pieces() -> None:
@@ -234,6 +245,8 @@ def test_names_of_pieces() -> None:
     assert [group_of(name) for name in names] == groups
     assert {group_of(name) for name in ("attention kernel", "rotary positions")} == {"attention"}
     assert (group_of("head and loss"), group_of("something new")) == ("loss", "linear")
+    # Every piece that `accelerate` can name has a group of its own, or is a linear layer.
+    assert {one for one in _PIECES if group_of(one) == "linear"} == {"linear"}
     everything = excluded_pieces(names, set(groups))
     assert everything == []
     assert excluded_pieces(names, ["norm"]) == ["gated MLP", "attention", "embedding", "linear"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -21,6 +23,9 @@ FOR_ALL = {
         "",
         ".display",
         ".errors",
+        ".files",
+        ".pickles",
+        ".processes",
         ".version",
     )
 }
@@ -40,11 +45,22 @@ LEAVES = {
 TOOLS = {"torch_tools"}
 # A package stands for all of its modules; a module stands for itself.
 ALLOWED_IMPORTS: dict[str, set[str]] = {
-    "cli": {"advisor", "studies", "report", "records", "analysis", "stepscope.attention.registry"}
+    "cli": {
+        "advisor",
+        "grading",
+        "studies",
+        "report",
+        "records",
+        "analysis",
+        "stepscope.attention.registry",
+    }
     | LEAVES,
     "integrations": {"advisor", "acceleration", "studies", "measure", "analysis", "records"}
     | {"report", "stepscope.cli.messages"},
     "advisor": {"studies", "acceleration", "measure", "analysis", "records", "report"} | TOOLS,
+    "grading": {"studies", "attention", "kernels", "parallel", "measure", "records"}
+    | {"stepscope.report.blocks", "stepscope.report.format", "stepscope.report.tables"}
+    | TOOLS,
     "studies": {"acceleration", "model", "attention", "kernels", "optim", "parallel", "measure"}
     | {"analysis", "records", "published"}
     | {"stepscope.report.blocks", "stepscope.report.format", "stepscope.report.tables"}
@@ -54,7 +70,12 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "analysis": {"records", "stepscope.attention.registry"} | LEAVES - {"stepscope.model.sizes"},
     "model": {"attention", "kernels"} | TOOLS,
     "kernels": {"attention"} | TOOLS,
-    "report": {"stepscope.analysis.flame", "stepscope.analysis.verdict"},
+    "report": {
+        "stepscope.analysis.conclusions",
+        "stepscope.analysis.flame",
+        "stepscope.analysis.parts",
+        "stepscope.analysis.verdict",
+    },
     "records": set(),
     "optim": TOOLS,
     "attention": TOOLS,
@@ -261,7 +282,7 @@ print(len(modules), len(viewables()))
 
 
 def test_planning_storing_and_viewing_load_without_torch() -> None:
-    packages = ("cli", "studies", "records", "analysis", "report", "published")
+    packages = ("cli", "grading.check", "studies", "records", "analysis", "report", "published")
     done = without_torch(IMPORT_ALL, *packages)
     assert done.returncode == 0, done.stderr
     modules, studies = map(int, done.stdout.split())
@@ -289,3 +310,18 @@ def test_pytest_collects_every_test_folder(pytestconfig: pytest.Config) -> None:
     folders = {file.parent.name for file in Path(__file__).parents[1].rglob("test_*.py")}
     assert len(folders) > 4
     assert not [f for f in folders if any(fnmatch(f, pattern) for pattern in left_out)]
+
+
+def test_no_set_up_of_the_makefile_installs_torchvision() -> None:
+    """Next to a CPU build of torch the wheel of PyPI cannot be imported, nor can transformers."""
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    installed = re.findall(r"-e '?\.\[([\w,]+)\]", (root / "Makefile").read_text())
+    assert "dev,integrations" in installed
+    names = {extra for some in installed for extra in some.split(",")}
+    required = [*project["dependencies"], *(one for name in names for one in extras[name])]
+    packages = {re.split(r"[><=;\[ ]", one)[0] for one in required}
+    assert "transformers" in packages
+    # timm requires torchvision.
+    assert not packages & {"timm", "torchvision"}

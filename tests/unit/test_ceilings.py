@@ -14,7 +14,7 @@ from stepscope.measure import ceilings as module
 from stepscope.measure.ceilings import ceilings, measure_ceilings
 from stepscope.measure.datasheet import datasheet_ceilings
 from stepscope.measure.device import CpuDevice, Device
-from stepscope.records.schema import Ceiling
+from stepscope.records.schema import Ceiling, Reading
 from stepscope.torch_tools.triton_available import tf32_is_enabled
 
 HERE = environment(device_kind="cpu", device_name="a processor that no data sheet lists")
@@ -31,7 +31,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Ceiling]:
     """Replaces the measurement: every call returns a new value, which is recorded here."""
     recorded: list[Ceiling] = []
 
-    def measure(device: Device, progress: object = None) -> tuple[Ceiling, ...]:  # noqa: ARG001
+    def measure(*_: object) -> tuple[Ceiling, ...]:
         value = 1e18 * (1 + len(recorded))
         recorded.append(
             Ceiling(name="matmul.float32", value=value, unit="FLOP/s", source="measured")
@@ -75,6 +75,128 @@ def test_cached_ceilings_of_a_busy_machine_are_measured_again(
         ceilings(CpuDevice(), HERE)
     assert len(calls) == times
     assert len(list(cache.iterdir())) == 1
+
+
+def test_a_doubtful_ceiling_is_measured_again_before_its_next_use(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cached with its doubt, and only it is measured again."""
+    asked: list[object] = []
+    doubts = ["the machine was busy", "the machine was busy", ""]
+
+    def measure(_: object, __: object, names: object = None) -> tuple[Ceiling, ...]:
+        asked.append(names)
+        doubt = doubts[len(asked) - 1]
+        copy = Ceiling(name="memory.copy", value=1e9, unit="B/s", source="measured")
+        matmul = Ceiling(
+            name="matmul.float32",
+            value=1e18 * len(asked),
+            unit="FLOP/s",
+            source="measured",
+            doubt=doubt,
+        )
+        return (matmul, copy) if names is None else (matmul,)
+
+    monkeypatch.setattr(module, "measure_ceilings", measure)
+    assert ceilings(CpuDevice(), HERE)[0].doubt == doubts[0]
+    # Without a measurement, the doubt is known as well.
+    assert [bool(one.doubt) for one in module.known_ceilings(HERE)] == [True, False]
+    assert ceilings(CpuDevice(), HERE)[0].doubt == doubts[1]
+    settled = ceilings(CpuDevice(), HERE)
+    assert [(one.name, one.value, one.doubt) for one in settled] == [
+        ("matmul.float32", 3e18, ""),
+        ("memory.copy", 1e9, ""),
+    ]
+    assert ceilings(CpuDevice(), HERE) == settled
+    assert asked == [None, ["matmul.float32"], ["matmul.float32"]]
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_cached_ceiling_below_the_usual_one_is_measured_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = iter([4.5e13, 5.3e13])
+    here = environment(device_name="NVIDIA H200", power_limit_w=700.0)
+
+    def measure(*_: object) -> tuple[Ceiling, ...]:
+        rate = next(rates)
+        return (Ceiling(name="matmul.float32", value=rate, unit="FLOP/s", source="measured"),)
+
+    monkeypatch.setattr(module, "measure_ceilings", measure)
+    monkeypatch.setattr(module, "_exceeded", lambda *_: False)
+    low, usual, cached = (ceilings(CpuDevice(), here)[0] for _ in range(3))
+    assert "below usual" in low.doubt
+    assert (usual.value, usual.doubt) == (5.3e13, "")
+    assert cached == usual
+    assert len(list(cache.iterdir())) == 1
+
+
+class Readings(CpuDevice):
+    """A device that reads what is planted: pairs of before and after a measurement."""
+
+    def __init__(self, *shares: float, throttle: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self._readings = [
+            Reading(at_s=10.0 * n + end, waited_s=share * end, throttle=throttle)
+            for n, share in enumerate(shares)
+            for end in (0.0, 1.0)
+        ]
+
+    def read(self) -> Reading:
+        return self._readings.pop(0)
+
+
+def repeated(device: Device, *rates: float, in_use: str = "", name: str = "memory.copy") -> Ceiling:
+    left = list(rates)
+
+    def measure(_: Ceiling | None) -> Ceiling:
+        return Ceiling(name=name, value=left.pop(0), unit="B/s", source="measured")
+
+    made = module._repeated(device, measure, in_use)
+    assert not left
+    return made
+
+
+def test_two_undisturbed_measurements_that_agree_are_reliable() -> None:
+    made = repeated(Readings(0.0, 0.0), 100.0, 99.0)
+    assert (made.value, made.doubt) == (100.0, "")
+
+
+def test_a_measurement_that_disagrees_is_repeated() -> None:
+    made = repeated(Readings(*[0.0] * 3), 60.0, 100.0, 98.0)
+    assert (made.value, made.doubt) == (100.0, "")
+    made = repeated(Readings(*[0.0] * 4), 40.0, 60.0, 80.0, 100.0)
+    assert (made.value, made.doubt) == (
+        100.0,
+        "measurements of memory.copy differ by more than 5 %",
+    )
+    made = repeated(Readings(0.0, 0.0), 100.0, 90.0, name="launch.rate")
+    assert (made.value, made.doubt) == (100.0, "")
+
+
+def test_disturbed_measurements_make_a_ceiling_doubtful() -> None:
+    """They may agree with each other: all are too low."""
+    made = repeated(Readings(*[0.5] * 4), 100.0, 100.0, 100.0, 100.0)
+    assert (made.value, made.doubt) == (100.0, "the machine was busy")
+    made = repeated(Readings(0.5, 0.5, 0.0, 0.0), 60.0, 60.0, 100.0, 100.0)
+    assert (made.value, made.doubt) == (100.0, "")
+    slowed = Readings(*[0.0] * 4, throttle=("power-cap", "thermal-software"))
+    assert "thermal-software" in repeated(slowed, *[100.0] * 4).doubt
+    capped = Readings(0.0, 0.0, throttle=("power-cap",))
+    assert repeated(capped, 100.0, 100.0).doubt == ""
+    shared = repeated(Readings(*[0.0] * 4), *[100.0] * 4, in_use="other work used 40 % of the GPU")
+    assert shared.doubt == "other work used 40 % of the GPU"
+
+
+@pytest.mark.parametrize(("share", "busy"), [(None, False), (0.02, False), (0.4, True)])
+def test_other_work_on_a_gpu_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, share: float | None, busy: bool
+) -> None:
+    monkeypatch.setattr(module, "_REST_S", 0.0)
+    device = CpuDevice()
+    monkeypatch.setattr(device, "kind", "cuda")
+    monkeypatch.setattr(device, "utilization", lambda: share)
+    assert bool(module._in_use(device)) == busy
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 import stepscope
 from stepscope.parallel.checkpoint.metadata import parse_metadata
 from stepscope.parallel.errors import ParallelError
+from stepscope.pickles import MAX_NESTED_TUPLES, UnsafePickleError, check
 
 
 def metadata(**changes: Any) -> Metadata:
@@ -137,3 +139,63 @@ def test_no_file_is_read_as_code() -> None:
             if last in last_words and node not in safe and ast.unparse(node) in RUN_CODE:
                 calls.add(f"{file.name}: {ast.unparse(node)}")
     assert calls == {"pickling.py: pickle.loads", "pickling.py: marshal.loads"}
+
+
+def test_tuples_are_many_but_not_deep() -> None:
+    """One pass bounds the nesting by the number of tuples; larger files have their levels
+    counted."""
+    sizes = {
+        f"w{n}": TensorStorageMetadata(TensorProperties(), torch.Size((n, 2)), [])
+        for n in range(MAX_NESTED_TUPLES)
+    }
+    data = pickle.dumps(metadata(state_dict_metadata=sizes))
+    with pytest.raises(UnsafePickleError, match="more than 2,000 tuples"):
+        check(data)
+    assert parse_metadata(data).state_dict_metadata == sizes
+
+
+EMPTY, TUPLE, GET, PUT = b")", b"\x85", b"h\x00", b"q\x00"
+DEEP = MAX_NESTED_TUPLES + 1
+NESTED = {
+    "tuples of one": EMPTY + TUPLE * DEEP,
+    "tuples after marks": b"(" * DEEP + EMPTY + b"t" * DEEP,
+    "tuples from the memo": EMPTY + PUT + (b"0" + GET + TUPLE + PUT) * DEEP,
+    "tuples of three": EMPTY + b"NN\x87" * DEEP,
+    "duplicated tuples": EMPTY + b"2\x86" * DEEP,
+    "text memo": EMPTY + b"p0\n" + b"0g0\n\x85p0\n" * DEEP,
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_tuples_are_refused(name: str) -> None:
+    """As the key of a dictionary, they would be hashed by recursion on the C stack."""
+    with pytest.raises(ParallelError, match=r"nested in more than 2,000 levels|each other"):
+        parse_metadata(b"\x80\x04}" + NESTED[name] + b"Ns.")
+    check(b"\x80\x04}" + EMPTY + TUPLE * (MAX_NESTED_TUPLES - 1) + b"Ns.", many_tuples=True)
+
+
+@pytest.mark.parametrize("many_tuples", [False, True])
+@pytest.mark.parametrize("doubled", [b"2\x86", b"q\x000h\x00h\x00\x86", b"q\x000(h\x00h\x00h\x00t"])
+def test_tuples_that_contain_one_tuple_twice_are_refused(doubled: bytes, many_tuples: bool) -> None:
+    """Hashing the key would visit 2**60 elements."""
+    with pytest.raises(UnsafePickleError, match="each other too often"):
+        check(b"\x80\x04}" + EMPTY + doubled * 60 + b"Ns.", many_tuples=many_tuples)
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x80\x04Nr\xff\xff\xff\x0b.", b"\x80\x04\x96" + b"\xff" * 7 + b"\x00."]
+)
+def test_a_few_bytes_do_not_allocate_gigabytes(data: bytes) -> None:
+    with pytest.raises(ParallelError, match=r"memo index|announces more bytes"):
+        parse_metadata(data)
+
+
+def test_every_pickle_of_a_file_is_loaded_by_one_module() -> None:
+    """`parallel.pickling` loads what the ranks of a job send each other."""
+    source = Path(stepscope.__file__).parent
+    loading = {
+        str(file.relative_to(source))
+        for file in source.rglob("*.py")
+        if re.search(r"pickle\.(Unpickler|loads?)\b", file.read_text())
+    }
+    assert loading == {"pickles.py", "parallel/pickling.py"}

@@ -123,21 +123,15 @@ def test_preset_and_chosen_cases_exclude_each_other(desk: Desk) -> None:
 )
 def test_unknown_flag_suggests_a_similar_one(desk: Desk, words: list[str], near: str) -> None:
     output = desk(*words)
-    assert (output.code, output.out) == (2, "")
-    assert "Perhaps you meant" in output.err
-    assert near in output.err
+    one_line(output, 2, f"perhaps you meant {near}")
 
 
 def test_value_of_the_wrong_type_names_its_field(desk: Desk) -> None:
-    output = desk("run", "benchmark", "--context", "long")
-    assert (output.code, output.out) == (2, "")
-    assert "--context" in output.err
-    assert "long" in output.err
+    one_line(desk("run", "benchmark", "--context", "long"), 2, "--context", "'long'")
 
 
 def test_optional_option_is_shown_with_its_type(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["predict", "--budget", "abc"])
+    assert main(["predict", "--budget", "abc"]) == 2
     text = capsys.readouterr().err
     assert "'abc' is not a number" in text
     assert "None" not in text

@@ -66,7 +66,10 @@ def test_the_time_is_that_of_the_slowest_rank() -> None:
 
 def test_a_finding_gives_latency_and_bandwidth() -> None:
     record = collective_record(latency_ms=0.1, bytes_per_ms=1e6)
-    (finding,) = findings(record)
+    by_size, finding = findings(record)
+    assert by_size.code == "allreduce.by-size"
+    assert by_size.values["bytes"] == pytest.approx(4096)
+    assert by_size.values["time"] == pytest.approx(4.33 / 0.102, rel=0.05)
     assert finding.code == "allreduce.link"
     assert finding.records == (record.id,)
     assert finding.values["latency_ms"] == pytest.approx(0.101, rel=1e-3)
@@ -99,8 +102,11 @@ def test_collectives_of_the_same_ranks_share_a_finding_and_a_figure() -> None:
         collective_record("broadcast", bytes_per_ms=2e6),
         collective_record("all-reduce", ranks=4),
     ]
-    both, other = findings(*records)
-    assert (both.code, other.code) == ("allreduce.compared", "allreduce.link")
+    shown = {one.code: one for one in findings(*records)}
+    both, other = shown["allreduce.compared"], shown["allreduce.link"]
+    more = shown["allreduce.by-ranks"]
+    assert more.records == (records[0].id, records[2].id)
+    assert more.values["ring"] == pytest.approx(1.5)
     assert both.records == (records[0].id, records[1].id)
     assert other.values["ranks"] == 4
     assert (both.values["quickest"], both.values["slowest"]) == ("broadcast", "all-reduce")

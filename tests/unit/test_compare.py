@@ -33,7 +33,7 @@ def step(median: float, **changes: Any) -> Record:
         ({"threads": 2}, "threads 16 / 2"),
         ({"torch": "2.13.0"}, "torch 2.11.0 / 2.13.0"),
         ({"cuda": "13.0"}, "cuda 12.8 / 13.0"),
-        ({"power_limit_w": 500.0}, "power_limit_w 700.0 / 500.0"),
+        ({"power_limit_w": 500.0}, "power_limit_w 690.0 / 500.0"),
     ],
 )
 def test_settings_that_change_times_are_differences(change: dict[str, Any], message: str) -> None:
@@ -346,3 +346,47 @@ def test_repeated_runs_on_a_busy_machine_are_left_out() -> None:
     assert comparison.note.startswith("base: 8 runs of 10; new: 8 runs")
     (doubted,) = compare_runs(repeated(100.0, **busy), repeated(150.0, first="2"))
     assert doubted.verdict == "cannot tell"
+
+
+def started(runs: list[Record], *, first: int, every: int) -> list[Record]:
+    """The runs with times of their start, in minutes."""
+    return [
+        msgspec.structs.replace(run, started=f"2026-01-02T03:{first + every * index:02}:00+00:00")
+        for index, run in enumerate(runs)
+    ]
+
+
+def test_runs_that_did_not_alternate_may_share_a_drift() -> None:
+    """A difference of 2 % between runs that differ by 0.1 % among themselves."""
+    base, new = repeated(100.0), repeated(102.0, first="2")
+    (alternating,) = compare_runs(started(base, first=0, every=2), started(new, first=1, every=2))
+    assert alternating.verdict == "slower"
+    (one_after_the_other,) = compare_runs(
+        started(base, first=0, every=1), started(new, first=8, every=1)
+    )
+    assert one_after_the_other.verdict == "cannot tell"
+    assert "samples depend on each other" in one_after_the_other.note
+    # The order of the runs is that of their starts, not that of the file.
+    (shuffled,) = compare_runs(
+        started(base, first=0, every=2)[::-1], started(new, first=1, every=2)
+    )
+    assert shuffled == alternating
+
+
+def drifting(median: float, **changes: Any) -> Record:
+    values = tuple(median * (1 + 0.15 * index / 29) for index in range(30))
+    series = Series(name="step", unit="ms", values=values, clock="device")
+    return record(series=(series,), **changes)
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_samples_that_drift_do_not_fail_the_gate(across: bool) -> None:
+    other = {"environment": environment(device_name="A100")} if across else {}
+    (comparison,) = compare_records(step(100.0, count=30), drifting(100.0, **other), across=across)
+    assert comparison.verdict == "cannot tell"
+    assert "new: the level drifts by +15" in comparison.note
+    assert exceeds([comparison], 0.03) == ()
+    assert inconclusive([comparison]) == (comparison,)
+    (clear,) = compare_records(step(100.0, count=30), drifting(200.0, **other), across=across)
+    assert clear.verdict == "slower"
+    assert exceeds([clear], 0.03) == (clear,)

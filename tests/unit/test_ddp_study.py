@@ -13,7 +13,7 @@ from stepscope.records.schema import Series
 from stepscope.report.blocks import Figure, Finding, Table, Timeline
 from stepscope.studies.ddp.view import DDPResult, _without_covered_labels
 from stepscope.studies.registry import find_study
-from view_blocks import coded, findings_of, table_of
+from view_blocks import coded, findings_of, rows_of, table_of
 
 
 def findings(**options: Any) -> list[Finding]:
@@ -32,9 +32,9 @@ def table(name: str, **options: Any) -> Table:
 
 def test_exposed_is_step_time_minus_time_without_communication() -> None:
     rows = {row[4]: row for row in table("ddp-steps", steps={"naive": 140.0, "flat": 130.0}).rows}
-    assert rows["naive"][-2] == pytest.approx(40.0, rel=0.05)
-    assert rows["flat"][-2] == pytest.approx(30.0, rel=0.05)
-    assert rows["no communication"][-2] is None
+    assert rows["naive"][-3] == pytest.approx(40.0, rel=0.05)
+    assert rows["flat"][-3] == pytest.approx(30.0, rel=0.05)
+    assert rows["no communication"][-3] is None
 
 
 FAST = {"naive": 140.0, "bucketed 10 MiB": 108.0}
@@ -56,10 +56,22 @@ def test_the_overlapping_share_is_that_of_the_best_strategy() -> None:
     match = finding("ddp.hidden", steps=FAST, communication=40.0)
     assert match.values["strategy"] == "bucketed 10 MiB"
     assert match.values["share"] == pytest.approx(0.8, abs=0.05)
-    assert "ms without overlap; 80." in match.text
+    assert match.conclusion.startswith("At least 7")
+    assert match.conclusion.endswith(" % of that overlaps with the backward pass.")
     none = finding("ddp.hidden", steps=FAST, communication=4.0)
     assert none.values["share"] == 0.0
-    assert none.text.endswith("so none of that overlaps.")
+    assert none.conclusion.endswith("so none of that overlaps.")
+
+
+def test_a_negative_exposed_time_is_not_a_result() -> None:
+    """Exposed -66.6 ms of one bucket is noise, not an overlap of 100 %."""
+    record = ddp_record(steps={"bucketed 10 MiB": 33.4}, communication=40.0)
+    blocks = find_study("ddp").view([record])
+    hidden = coded(blocks, "ddp.hidden")
+    assert (hidden.values["share"], hidden.conclusion) == (None, "")
+    assert coded(blocks, "ddp.fastest").values["exposed_ms"] is None
+    rows = rows_of(table_of(blocks, "ddp-steps"))
+    assert {row["exposed"] for row in rows if row["strategy"] == "bucketed 10 MiB"} == {None}
 
 
 def test_indistinguishable_strategies_are_reported_together() -> None:
@@ -67,7 +79,7 @@ def test_indistinguishable_strategies_are_reported_together() -> None:
     other = {"flat", "bucketed 10 MiB"} - {match.values["strategy"]}
     assert {match.values["alike"]} == other
     assert " has the lowest median, 108 ms per step" in match.text
-    assert match.conclusion.startswith(f"Statistically indistinguishable: {other.pop()}.")
+    assert match.text.endswith(f"Statistically indistinguishable: {other.pop()}.")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +150,7 @@ def test_one_rank_reports_the_overhead_of_the_wrappers() -> None:
 
 def test_a_failed_case_is_a_row_with_its_status() -> None:
     (row,) = table("ddp-steps", status="oom", reason="too large").rows
-    assert row == ("small", 128, 2, "float32", None, "OOM", *(None,) * 7)
+    assert row == ("small", 128, 2, "float32", None, "OOM", *(None,) * 8)
 
 
 def test_a_record_without_a_dtype_is_float32() -> None:

@@ -41,11 +41,11 @@ def test_step_time_is_compared_with_unsharded_and_torch() -> None:
     steps = {"broadcast": 150.0, "torch ZeRO": 200.0}
     unsharded = finding("fsdp.against-unsharded", steps=steps)
     assert unsharded.values["ratio"] == pytest.approx(1.5, rel=0.02)
-    words = r"a fully sharded step takes 1\.\d+× the time of an unsharded one \["
+    words = r"a fully sharded step takes 1\.\d+× \[.*\] the time of an unsharded one\."
     assert re.search(words, unsharded.text)
     torch = finding("fsdp.against-torch", steps=steps)
     assert torch.values["ratio"] == pytest.approx(0.75, rel=0.02)
-    assert "× the time of one with torch's fully_shard [" in torch.text
+    assert "] the time of one with torch's fully_shard." in torch.text
 
 
 def test_one_rank_reports_the_overhead_of_the_wrappers() -> None:
@@ -63,8 +63,8 @@ def test_cases_are_the_same_as_in_sharding() -> None:
 
 
 def test_the_table_and_the_figure_show_all_strategies() -> None:
-    (table,) = shown(Table)
+    table = next(table for table in shown(Table) if table.name == "fsdp-ways")
     assert [row[2] for row in table.rows] == ["unsharded", "FSDP", "torch fully_shard"]
-    assert [row[-3] / 2**30 for row in table.rows] == [4.0, 2.0, 2.0]
+    assert [row[-4] / 2**30 for row in table.rows] == [4.0, 2.0, 2.0]
     (figure,) = shown(Figure)
     assert figure.curves[0].x == ("unsharded", "FSDP", "torch fully_shard")

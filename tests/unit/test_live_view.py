@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from command_line import CommandLine
 from stepscope.advisor.inspect.progress import LiveSteps, read_live, write_live
-from stepscope.analysis.verdict import BreakdownPart, Estimate, RankedChange, Verdict
+from stepscope.analysis.verdict import BreakdownPart, Estimate, Gain, RankedChange, Verdict
 from stepscope.cli.live_view import PlainView, live_view, sparkline, view_lines
 from watched_models import WIDTH, Network, train
 from watched_programs import watching
@@ -31,13 +31,13 @@ VERDICT = Verdict(
     device="H200",
     step=STEP,
     parts=(
-        BreakdownPart(label="ideal time", ms=10.0, meaning="ideal"),
+        BreakdownPart(label="hardware limit", ms=10.0, meaning="ideal"),
         BreakdownPart(label="device idle", ms=20.0, meaning="idle"),
     ),
     changes=(
         RankedChange(
-            code="compile", title="torch.compile", gain=Estimate(value=9.0, low=7.0, high=11.0),
-            verified=False, risk="", lines=(),
+            code="compile", title="torch.compile", gain=Gain(value=9.0, low=7.0, high=11.0),
+            risk="", lines=(),
         ),
     ),
 )  # fmt: skip
@@ -64,7 +64,7 @@ def test_view_before_during_and_after_the_recording() -> None:
     assert steps.startswith("step    60.0 ms (median 30.5 ms)")
     assert steps.endswith(" ▅▄▅█")
     assert (bar.count("█"), bar.count("░")) == (27, 55)
-    assert legend.strip() == "█ ideal time 10.0 ms, 33.3 %   ░ device idle 20.0 ms, 66.7 %"
+    assert legend.strip() == "█ hardware limit 10.0 ms, 33.3 %   ░ device idle 20.0 ms, 66.7 %"
     assert status.strip() == (
         "GPU memory 3.00 GiB (peak 5.00 GiB), loader wait 25.0 %, limited by the CPU"
     )
@@ -204,7 +204,7 @@ def test_closing_the_view_and_an_interrupt_leave_the_script_as_it_is(tmp_path: P
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = CommandLine(tmp_path)
-    plan = ("--warmup", "1", "--steps", "3", "--traced", "1", "--no-memory")
+    plan = ("--warmup", "1", "--steps", "3", "--profiled-steps", "1", "--no-memory")
     terminal = Terminal(command, "inspect", "--watch", *plan, str(script))
     terminal.read_until("q Enter: close this view")
     terminal.read_until("name? ")

@@ -73,7 +73,9 @@ def test_child_processes_are_not_other_work(monkeypatch: pytest.MonkeyPatch) -> 
 
     def process(times: object) -> SimpleNamespace:
         return SimpleNamespace(
-            cpu_times=lambda: SimpleNamespace(user=next(times), system=0.0),  # type: ignore[call-overload]
+            cpu_times=lambda: SimpleNamespace(
+                user=next(times), system=0.0, children_user=0.0, children_system=0.0
+            ),  # type: ignore[call-overload]
         )
 
     this = process(own)

@@ -64,7 +64,8 @@ def above_its_rate() -> Record:
 SENTENCES = {
     "inspect.not-launch-bound": (
         [busy_device()],
-        "This step is not launch-bound: its 10 kernels are launched in time during 100.0 % of it.",
+        "The 10 kernels of a step are launched in time during 100.0 % of it. This step is not"
+        " launch-bound.",
     ),
     "inspect.ranks-missing": (
         [inspected_record(0, 3)],

@@ -53,18 +53,6 @@ def test_peak_of_the_fastest_step(
     assert text["peak_bytes"] / 2**30 == pytest.approx(gib, rel=0.01)
 
 
-def test_former_names_of_flags_work_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    former = ["--joined" if word == "--fused-projections" else word for word in FAST]
-    assert main(["predict", *former, "--keep=gates", "--json"]) == 0
-    output = capsys.readouterr()
-    assert "--joined is now --fused-projections" in output.err
-    assert "--keep is now --activation-policy" in output.err
-    assert main(["predict", *FAST, "--activation-policy", "gates", "--json"]) == 0
-    now = capsys.readouterr()
-    assert "is now" not in now.err
-    assert json.loads(now.out) == json.loads(output.out)
-
-
 def test_variants_of_a_step_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["predict", *FAST, "--activation-policy", "inputs-8", "--graph", "--size", "small"])

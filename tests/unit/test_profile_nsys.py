@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import stat
 from pathlib import Path
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from stepscope.cli import main
+from stepscope.cli.common import parse
 from stepscope.errors import StepscopeError
+from stepscope.studies.ddp.cases import DDPCase, DDPFlags
 from stepscope.studies.profile.nsight_steps import read_config
+from stepscope.studies.registry import find_study
 
 STEP = ("--size", "small", "--context", "128", "--dtype", "bfloat16", "--mode", "forward")
 
@@ -33,7 +37,50 @@ def test_it_prints_commands_that_record_export_and_read(
     report = tmp_path / "traces" / config.key
     assert f"--output={report}" in record
     assert export[-1] == f"{report}.nsys-rep"
-    assert read[3:5] == ["trace", f"{report}.sqlite"]
+    assert read[-4:-2] == ["trace", f"{report}.sqlite"]
+
+
+def test_several_ranks_are_profiled_through_their_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--size", "xl", "--table", "2026", "--ranks", "2", "--memory", "--layers", "3")
+    assert main(["profile-nsys", *words, "--no-run", "--out", str(tmp_path)]) == 0
+    record, stats = printed(capsys)
+    assert record[:2] == ["nsys", "profile"]
+    assert "--cuda-memory-usage=true" in record
+    assert not any(word.startswith("--capture-range") for word in record)
+    study = record[record.index("run") :]
+    flags = study[2 : study.index("--no-report")]
+    case = _ddp_case(flags)
+    assert study[:2] == ["run", "ddp"]
+    assert (case.size, case.table, case.ranks, case.rounds) == ("xl", "2026", 2, 3)
+    assert case.overrides == {"n_layers": 3}
+    assert stats[:2] == ["nsys", "stats"]
+    (output,) = (word for word in record if word.startswith("--output="))
+    assert stats[-1] == f"{output.removeprefix('--output=')}.nsys-rep"
+
+
+def _ddp_case(words: list[str]) -> DDPCase:
+    fields = [("cases", DDPFlags)]
+    request = parse(dataclasses.make_dataclass("Run", fields), words, "run ddp", "")
+    (case,) = find_study("ddp").cases(request.cases)
+    assert isinstance(case, DDPCase)
+    return case
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--ranks", "2", "--mode", "forward"), "--mode does not apply with --ranks"),
+        (("--ranks", "2", "--attention", "sdpa"), "--attention does not apply with --ranks"),
+        (("--ranks", "0"), "--ranks is 0"),
+    ],
+)
+def test_flags_that_ranks_do_not_have_are_refused(
+    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile-nsys", "--no-run", *words]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_without_nsys_it_says_so(

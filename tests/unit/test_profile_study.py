@@ -116,7 +116,7 @@ def test_the_longest_kernel_of_the_backward_may_differ() -> None:
         finding = by_code(forward, fuller)["top-kernel"]
         assert finding.values["also_first_in_backward"] is same
         assert finding.records == (forward.id, fuller.id)
-        assert finding.conclusion == f"With the backward pass, the longest {words}."
+        assert finding.text.endswith(f" With the backward pass, the longest {words}.")
 
 
 def test_the_softmax_is_compared_with_the_matmuls_in_time_flops_and_bytes() -> None:
@@ -158,13 +158,15 @@ def test_timer_and_profiler_are_compared() -> None:
     agrees = by_code(profile_record("forward", step=0.180))["timer-agrees"]
     assert agrees.values["apart"] == pytest.approx(0.185 / 0.180 - 1, rel=1e-3)
     assert (agrees.tone, agrees.sentence) == (
-        "good",
+        "info",
         "The forward pass of small at context 512 in float32 takes 180 µs by the timer and 185 µs"
         " under the profiler (+3 %): they agree.",
     )
     differs = by_code(profile_record("forward", step=0.4))["timer-differs"]
     assert differs.values["apart"] == pytest.approx(0.185 / 0.4 - 1, rel=1e-3)
-    assert "(-54 %): they do not agree. The profiler slows the CPU down" in differs.sentence
+    assert differs.sentence.endswith("(-54 %): they do not agree.")
+    slowed = by_code(profile_record("forward", step=0.1))["timer-differs"]
+    assert "(+85 %): they do not agree. The profiler slows the CPU down" in slowed.sentence
 
 
 def test_the_host_limits_only_if_both_experiments_agree() -> None:
@@ -182,10 +184,10 @@ def test_the_host_limits_only_if_both_experiments_agree() -> None:
     assert finding.values["larger_batch_ratio"] == pytest.approx(1.1)
     assert finding.values["graph_ratio"] == pytest.approx(0.38)
     assert finding.sentence == (
-        "small at context 512 in float32, forward: the CPU limits this step; the GPU is idle"
-        " for 76.0 % of it, and in the trace nothing was launched in time for 28.0 %. A lower"
-        " precision cannot help until there are fewer launches: 4 times the batch takes 1.10 times"
-        " as long, and a graph replay takes 0.38 times as long."
+        "small at context 512 in float32, forward: the GPU is idle for 76.0 % of it, and in the"
+        " trace nothing was launched in time for 28.0 %: 4 times the batch takes 1.10 times as"
+        " long, and a graph replay takes 0.38 times as long. The CPU limits this step: a lower"
+        " precision cannot help until there are fewer launches."
     )
     (row,) = table("profile-ledger", slow)
     assert row["as a graph"] == pytest.approx(0.38)
@@ -223,7 +225,8 @@ def test_either_experiment_may_show_that_the_host_limits(
     assert ("host-limits" in finding) is (says is not False)
     assert ("host-does-not-limit" in finding) is (says is False)
     if says is False:
-        assert "forward: the CPU does not limit this step" in finding["host-does-not-limit"].text
+        free = finding["host-does-not-limit"]
+        assert free.conclusion == "The CPU does not limit this step."
 
 
 def test_of_many_host_limited_steps_the_clearest_is_shown_in_full() -> None:
@@ -234,10 +237,10 @@ def test_of_many_host_limited_steps_the_clearest_is_shown_in_full() -> None:
     finding = by_code(*plain, proven)["host-limits"]
     assert finding.values["step"] == "small at context 9 in float32"
     assert (finding.values["others"], len(finding.records)) == (8, 9)
-    assert "a graph replay takes 0.40 times as long. The same holds for small at context 1" in (
-        finding.conclusion
+    assert "a graph replay takes 0.40 times as long. Likewise for small at context 1" in (
+        finding.text
     )
-    assert finding.conclusion.endswith("small at context 5 in float32 and 3 more, of 9.")
+    assert finding.text.endswith("small at context 5 in float32 and 3 more, of 9.")
 
 
 def test_rows_go_from_small_to_large_and_modes_from_forward_to_step() -> None:
@@ -301,7 +304,8 @@ def test_a_softmax_out_of_the_cache_is_not_called_limited_by_bytes() -> None:
     wide = profile_record("forward", context=4096, trace=busy_step())
     finding = by_code(wide)["softmax"]
     assert float(str(finding.values["of_copy_rate"])) > 1
-    assert "longer than it takes: part of the scores stays in the cache" in finding.conclusion
+    assert "longer than it takes: part of the scores stays in the cache" in finding.text
+    assert finding.conclusion == ""
 
 
 def test_the_issue_time_of_the_host_is_compared_with_the_device() -> None:

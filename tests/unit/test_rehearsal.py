@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rehearsal_records import Line, recording
@@ -13,12 +13,15 @@ from stepscope.analysis.rehearsal.channel import measured_channel
 from stepscope.analysis.rehearsal.cluster import (
     INFINIBAND,
     LINKS,
+    MAX_NVLINK_RANKS,
     NVLINK,
     START_MS,
+    Collective,
     Wire,
     all_reduce_ms,
     custom_cluster,
     make_cluster,
+    max_ranks,
     ring_half_ms,
 )
 from stepscope.analysis.rehearsal.replay import STRATEGIES, Upkeep, replay
@@ -29,6 +32,7 @@ from stepscope.analysis.rehearsal.sweep import (
     replay_any,
     sweep_buckets,
     sweep_ranks,
+    sweep_sizes,
 )
 from stepscope.errors import UsageError
 from stepscope.parallel.buckets import MEGABYTE
@@ -213,8 +217,23 @@ def test_an_unknown_preset_is_refused() -> None:
         make_cluster("nvlink", 0)
 
 
-@given(ranks=st.integers(1, 4096), size=st.floats(1.0, 1e12), link=st.sampled_from(list(LINKS)))
-def test_a_collective_never_beats_its_slowest_link(ranks: int, size: float, link: str) -> None:
+def test_an_nvlink_domain_that_does_not_exist_is_refused() -> None:
+    assert make_cluster("nvlink", MAX_NVLINK_RANKS).ranks == MAX_NVLINK_RANKS
+    with pytest.raises(UsageError, match=r"no NVLink domain has 73 GPUs.*72") as refused:
+        make_cluster("nvlink", MAX_NVLINK_RANKS + 1)
+    assert "infiniband" in str(refused.value)
+    with pytest.raises(UsageError, match=r"per_node is 73: the largest NVLink domain has 72"):
+        custom_cluster(146, 1.0, 1.0, per_node=MAX_NVLINK_RANKS + 1)
+
+
+ranks_of_a_preset = st.sampled_from(list(LINKS)).flatmap(
+    lambda link: st.tuples(st.just(link), st.integers(1, int(min(4096, max_ranks(link)))))
+)
+
+
+@given(preset=ranks_of_a_preset, size=st.floats(1.0, 1e12))
+def test_a_collective_never_beats_its_slowest_link(preset: tuple[str, int], size: float) -> None:
+    link, ranks = preset
     subject = make_cluster(link, ranks)
     reduced, gathered = subject.time("all-reduce", size), subject.time("all-gather", size)
     assert min(reduced, gathered) >= 0
@@ -224,6 +243,75 @@ def test_a_collective_never_beats_its_slowest_link(ranks: int, size: float, link
         least = 2 * (nodes - 1) / nodes * size / local / subject.between.bytes_per_ms
         assert reduced >= least * (1 - 1e-9)
         assert gathered >= least / 2 * (1 - 1e-9)
+
+
+COLLECTIVES: tuple[Collective, ...] = ("all-reduce", "reduce-scatter", "all-gather")
+
+
+@given(
+    ranks=st.integers(1, 4096),
+    per_node=st.integers(1, MAX_NVLINK_RANKS),
+    size=st.floats(1.0, 1e11),
+    latency=st.floats(0.0, 100.0),
+    bandwidth=st.floats(0.1, 1000.0),
+    factor=st.floats(1.0, 100.0),
+)
+def test_a_better_link_is_never_slower(
+    ranks: int, per_node: int, size: float, latency: float, bandwidth: float, factor: float
+) -> None:
+    usual, wide, late = (
+        custom_cluster(ranks, us, gbs, per_node)
+        for us, gbs in (
+            (latency, bandwidth),
+            (latency, bandwidth * factor),
+            (latency * factor, bandwidth),
+        )
+    )
+    for what in COLLECTIVES:
+        took = usual.time(what, size) * (1 + 1e-9)
+        assert wide.time(what, size) <= took
+        assert usual.time(what, size) <= late.time(what, size) * (1 + 1e-9)
+        better = usual._replace(inside=Wire(latency / 2e3 / factor, 2e9))
+        worse = usual._replace(inside=Wire(latency / 2e3, 2e9 / factor))
+        assert better.time(what, size) <= worse.time(what, size) * (1 + 1e-9)
+
+
+@given(ranks=st.integers(1, MAX_NVLINK_RANKS), size=st.floats(1.0, 1e12))
+def test_nvlink_is_never_slower_than_nodes_over_a_network(ranks: int, size: float) -> None:
+    for what in COLLECTIVES:
+        nvlink, infiniband, ethernet = (make_cluster(one, ranks).time(what, size) for one in LINKS)
+        assert nvlink <= infiniband * (1 + 1e-9)
+        assert infiniband <= ethernet * (1 + 1e-9)
+
+
+@settings(max_examples=50)
+@given(
+    ready=st.lists(st.floats(0.1, 60.0), min_size=1, max_size=8),
+    sizes=st.lists(st.floats(0.01, 50.0), min_size=8, max_size=8),
+    ranks=st.sampled_from([2, 8, 12, 64, 72, 1024]),
+    latency=st.floats(0.0, 5000.0),
+    bandwidth=st.floats(0.1, 1000.0),
+    factor=st.floats(1.0, 100.0),
+)
+def test_a_step_over_a_better_link_is_never_longer(
+    ready: list[float],
+    sizes: list[float],
+    ranks: int,
+    latency: float,
+    bandwidth: float,
+    factor: float,
+) -> None:
+    subject, upkeep = recording(ready, sizes[: len(ready)]), Upkeep(pack_byte=1e-7, issue=0.1)
+
+    def best(strategy: str, us: float, gbs: float) -> float:
+        cluster = custom_cluster(ranks, us, gbs, per_node=4)
+        sweep = sweep_sizes(subject, strategy, cluster, (1.0, 25.0, 100.0), upkeep)
+        return sweep.steps[sweep.best].step_ms
+
+    for strategy in ALL:
+        step = best(strategy, latency, bandwidth)
+        assert best(strategy, latency, bandwidth * factor) <= step * (1 + 1e-9), strategy
+        assert step <= best(strategy, latency * factor, bandwidth) * (1 + 1e-9), strategy
 
 
 def test_a_sharded_step_gathers_after_its_share_of_the_update() -> None:

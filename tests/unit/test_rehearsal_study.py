@@ -14,7 +14,7 @@ from stepscope.analysis.rehearsal.recording import NOTE, Recording, recording_of
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Record, Series
 from stepscope.report.blocks import Finding, Table, Timeline
-from stepscope.studies.ddp.measure import make_model
+from stepscope.studies.ranks import one_process
 from stepscope.studies.registry import find_study
 from stepscope.studies.rehearsal import checks, subject
 from stepscope.studies.rehearsal.cases import Sampled
@@ -122,6 +122,11 @@ def test_device_rate_and_packing_come_from_the_record() -> None:
 LINKS = ["nvlink", "infiniband", "ethernet"]
 
 
+def most(link: object) -> int:
+    """The most of 8, 64 and 1024 ranks that the link connects."""
+    return 64 if link == "nvlink" else 1024
+
+
 def test_the_recorded_step_is_reported() -> None:
     record = recorded_record()
     (match,) = of_code("rehearsal.recorded", record)
@@ -141,17 +146,25 @@ def test_the_best_bucket_size_is_reported_for_every_link() -> None:
     assert [match.values["link"] for match in matches] == LINKS
     for match in matches:
         assert match.records == (record.id,)
-        assert match.values["ranks"] == 1024
+        ranks = most(match.values["link"])
+        assert match.values["ranks"] == ranks
         assert match.values["step_ms"] == pytest.approx(100.0 + match.values["exposed_ms"])  # type: ignore[operator]
-        assert f"on 1,024 ranks over {match.values['link']}: the best bucket size is" in match.text
-        assert match.conclusion.startswith("Other strategies: naive ")
+        cluster = f"{ranks:,} ranks over {match.values['link']}"
+        assert f"on {cluster}, predicted: 10" in match.text
+        assert " Other strategies: naive " in match.text
+        assert match.conclusion.startswith("The best bucket size is ")
 
 
-def test_a_hypothetical_nvlink_domain_is_reported() -> None:
+def test_an_nvlink_domain_that_does_not_exist_is_not_predicted() -> None:
     (match,) = of_code("rehearsal.no-such-domain", recorded_record())
-    assert match.values["ranks"] == 1024
-    assert match.tone == "warn"
-    assert match.text.startswith("No NVLink domain has 1,024 GPUs (")
+    assert match.values == {"ranks": 1024, "largest": 72}
+    assert match.text == (
+        "No prediction for 1,024 ranks over nvlink: the largest domain has 72 GPUs."
+    )
+    only = recorded_record()
+    config = {**only.config, "link": ["nvlink"], "ranks": [1024]}
+    found = findings(msgspec.structs.replace(only, config=config))
+    assert [one.code for one in found] == ["rehearsal.recorded", "rehearsal.no-such-domain"]
 
 
 def test_the_limit_of_scaling_is_reported_for_every_link() -> None:
@@ -163,10 +176,9 @@ def test_the_limit_of_scaling_is_reported_for_every_link() -> None:
         assert (match.values["stops_paying_at"], match.tone) == (None, "info")
         assert match.values["exposed_share"] < 0.2  # type: ignore[operator]
         assert (
-            f"over {match.values['link']}, 4 sequences per rank: exposed communication and packing"
-            " take at most 20.0 % of the step up to 1,024 ranks (" in match.text
+            f"They take at most 20.0 % of the step up to {most(match.values['link']):,} ranks."
+            " The same batch divided among ranks is fastest on " in match.conclusion
         )
-        assert match.conclusion.startswith("The same batch divided among ranks is fastest on ")
 
 
 def test_communication_bounds_are_reported_for_every_link() -> None:
@@ -176,14 +188,16 @@ def test_communication_bounds_are_reported_for_every_link() -> None:
     for match in matches:
         assert match.records == (record.id,)
         link = match.values["link"]
-        assert f"ranks over {link} at 100 TFLOP/s is communication-bound: data" in match.text
-        assert "tensor 4" in match.text
-        assert "2-D: tensor 4 × FSDP 256" in match.text
+        assert f"ranks over {link} computes at 100 TFLOP/s." in match.text
+        assert match.conclusion.startswith("It is communication-bound: data")
+        assert "tensor 4" in match.conclusion
+        assert f"2-D: tensor 4 × FSDP {most(link) // 4}" in match.conclusion
 
 
 def test_the_table_has_every_strategy_on_every_cluster() -> None:
     rows = table("rehearsal-steps", recorded_record()).rows
-    assert len(rows) == 3 * 3 * 6
+    assert len(rows) == (3 * 3 - 1) * 6
+    assert not any(row[:2] == ("nvlink", 1024) for row in rows)
     steps = {(row[0], row[1], row[2]): row[4] for row in rows}
     ethernet = {name: steps["ethernet", 1024, name] for name in ("naive", "overlap", "bucketed")}
     assert ethernet["bucketed"] <= ethernet["overlap"] < ethernet["naive"]
@@ -267,7 +281,7 @@ def test_contention_of_packing_and_reductions() -> None:
         Sampled("beside", "4", 1000): 4.1,
         Sampled("beside", "4", 1_000_000): 12.0,
     }
-    series = [Series(**what._asdict(), unit="ms", values=(ms,) * 3) for what, ms in times.items()]
+    series = [Series(**what._asdict(), unit="ms", values=(ms,) * 5) for what, ms in times.items()]
     recording = recording_of(record)
     assert recording is not None
     comparison = checks.compare(recording, series, [2.0])
@@ -277,8 +291,8 @@ def test_contention_of_packing_and_reductions() -> None:
     alone = msgspec.structs.replace(record, series=(*recorded_record().series, *series))
     assert [one.conclusion for one in findings(record)] == [""]
     assert [one.conclusion for one in findings(alone)] == [
-        "Packing a gradient takes 1.50× as long during a reduction, and every ms of packing delays"
-        " the reduction by 0.50 ms."
+        "Packing a gradient takes 1.50× as long during a reduction. Every ms of packing delays the"
+        " reduction by 0.50 ms."
     ]
 
 
@@ -330,6 +344,6 @@ def test_computing_ranks_have_the_recorded_model() -> None:
     )
     _, case = study.cases(flags)
     world: Any = SimpleNamespace(rank=0, size=2, device=torch.device("cpu"))
-    model, fed = make_model(world, case, case.batch, case.dtype)
+    trained, model = one_process.subject_of(world, case, case.batch, case.dtype)
     assert model.config == case.model()
-    assert fed.batch.shape == (3, 9)
+    assert trained.fed.batch.shape == (3, 9)

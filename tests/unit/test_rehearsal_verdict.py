@@ -15,9 +15,10 @@ from stepscope.analysis.verdict import Verdict
 from stepscope.cli import main
 from stepscope.records.jsonl import read_records, write_records
 from stepscope.records.schema import FailedCheck
+from stepscope.report.answer import sentences, trust_text
 from stepscope.report.html import html_page
 from stepscope.report.text import markdown_page
-from stepscope.report.verdict import sentences, trust_text, verdict_lines
+from stepscope.report.verdict import verdict_lines
 from stepscope.studies.page import make_page, verdict_of
 from stepscope.studies.rehearsal.inspected import inspected_subject
 from stepscope.studies.rehearsal.subject import Question, Subject, predict, preset_network
@@ -54,9 +55,12 @@ def test_it_is_about_the_most_ranks_over_a_network_that_can_have_them() -> None:
         (64, "nvlink"),
         (1024, "infiniband"),
     ]
-    only = verdict(subject(), question("nvlink", ranks=1024)).cluster
+    nvlink = question("nvlink")
+    assert rehearsal_verdict([subject()], nvlink._replace(ranks=(1024,))) is None
+    both = nvlink._replace(ranks=(8, 72, 1024))
+    only = verdict(subject(), both).cluster
     assert only is not None
-    assert only.link == "nvlink"
+    assert (only.ranks, only.link) == (72, "nvlink")
 
 
 def test_its_numbers_are_those_of_the_prediction() -> None:
@@ -207,7 +211,7 @@ def test_the_study_has_it_unless_the_page_has_other_measurements(tmp_path: Path)
     assert found is not None
     assert found.cluster is not None
     assert found.cluster.memory_bytes is not None
-    assert found.next_command == "stepscope inspect SCRIPT"
+    assert found.next_command == ""
     page = make_page([record])
     assert "a step is predicted to take" in " ".join(markdown_page(page).split())
     assert 'class="verdict"' in html_page(page)

@@ -39,9 +39,9 @@ def rehearsal_json(
 def test_it_prints_findings_and_tables_and_writes_a_page(
     tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert rehearse(tmp_path, str(file), "--ranks", "64") == 0
+    assert rehearse(tmp_path, str(file), "--ranks", "64", "--full") == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert "on 64 ranks over infiniband: the best bucket size is" in output
+    assert "on 64 ranks over infiniband, predicted: " in output
     assert "Where each parallelism becomes communication-bound" in output
     page = (tmp_path / "out" / "rehearsal.html").read_text()
     assert "Predicted overlap on 64 ranks" in page

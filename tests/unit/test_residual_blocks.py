@@ -339,3 +339,42 @@ def test_a_block_with_other_parts_is_left() -> None:
     reasons = [left.reason for left in report.left if left.piece == "residual block"]
     assert reasons == ["it has other parts: extra"]
     assert report.replaced["residual block"] == ["transformer.h.1"]
+
+
+@pytest.mark.parametrize(
+    "built",
+    [
+        model,
+        lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
+        lambda: nn.TransformerEncoderLayer(
+            16, 2, 32, dropout=0.0, batch_first=True, norm_first=True
+        ),
+    ],
+    ids=["nanoGPT", "post-norm", "pre-norm"],
+)
+def test_a_layer_that_is_exchanged_later_is_used(built: Callable[[], Any]) -> None:
+    plain = built()
+    fused = copy.deepcopy(plain)
+    assert stepscope.accelerate(fused).replaced
+    x = torch.randn(2, 6, 16)
+
+    def output(one: Any) -> Tensor:
+        result = one(*batch())[1] if isinstance(one, NanoGPT) else one(x)
+        return result.sum()  # type: ignore[no-any-return]
+
+    for _ in range(2):
+        output(fused).backward()
+    layers = [
+        name
+        for name, layer in plain.named_modules()
+        if not list(layer.children()) and list(layer.parameters())
+    ]
+    assert any("norm" in name or "ln" in name for name in layers)
+    for name in layers:
+        other = copy.deepcopy(plain.get_submodule(name))
+        for parameter in other.parameters():
+            nn.init.normal_(parameter)
+        path, _, attribute = name.rpartition(".")
+        for one in (plain, fused):
+            setattr(one.get_submodule(path), attribute, other)
+        torch.testing.assert_close(output(fused), output(plain), rtol=1e-4, atol=1e-5, msg=name)

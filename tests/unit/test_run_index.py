@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from stepscope.cli.answer import AnswerOptions
 from stepscope.cli.commands.report import write_report
 from stepscope.records.jsonl import read_records
 from stepscope.report.run_index import RunEntry, index_page, read_entries
@@ -17,10 +18,10 @@ RESULTS = Path(__file__).parents[2] / "results"
 def test_a_second_run_leaves_the_first_one_alone(tmp_path: Path) -> None:
     first = read_records(RESULTS / "advise-slow_cpu.jsonl")
     second = tuple(msgspec.structs.replace(one, run="20990101-000000-ffff") for one in first)
-    write_report(first, tmp_path, quiet=True)
+    write_report(first, AnswerOptions(out=tmp_path, json=True))
     kept = tmp_path / first[0].run / "report.html"
     before = kept.read_text()
-    write_report(second, tmp_path, quiet=True)
+    write_report(second, AnswerOptions(out=tmp_path, json=True))
     assert kept.read_text() == before
     latest = (tmp_path / "report.html").read_text()
     assert latest == (tmp_path / second[0].run / "report.html").read_text()
@@ -62,5 +63,5 @@ def test_what_is_not_an_entry_is_left_out(tmp_path: Path) -> None:
 def test_records_of_several_runs_have_no_folder(tmp_path: Path) -> None:
     records = read_records(RESULTS / "advise-slow_cpu.jsonl")
     mixed = (*records, *(msgspec.structs.replace(one, run="other") for one in records))
-    write_report(mixed, tmp_path, quiet=True)
+    write_report(mixed, AnswerOptions(out=tmp_path, json=True))
     assert not (tmp_path / "index.html").exists()

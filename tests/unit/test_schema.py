@@ -53,7 +53,7 @@ def test_an_older_version_is_upgraded_step_by_step(monkeypatch: pytest.MonkeyPat
 
 def test_an_older_version_without_upgrade_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "SCHEMA_VERSION", 5)
-    with pytest.raises(StepscopeError, match="version 4, which has no upgrade"):
+    with pytest.raises(StepscopeError, match=r"version 4, which precedes .*record it again"):
         decode(encode(record()))
 
 
@@ -69,7 +69,7 @@ def test_an_unknown_field_is_refused_at_every_depth(path: tuple[str | int, ...])
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", "null", "{}", '{"version": "1"}', '{"version": 1}', "\ufffd"]
+    "text", ["", "{", "[]", "3", "null", "{}", '{"version": "1"}', '{"version": 4}', "\ufffd"]
 )
 def test_text_that_is_not_a_record_is_refused(text: str) -> None:
     with pytest.raises(StepscopeError, match="not a record"):

@@ -107,7 +107,7 @@ def test_effort_that_records_nothing_is_refused(wrong: dict[str, int]) -> None:
 def test_words_after_the_script_belong_to_it(
     words: list[str], own: list[str], target: str | None, rest: list[str]
 ) -> None:
-    assert split_words(words, InspectOptions, "inspect") == (own, target, rest)
+    assert split_words(words, InspectOptions) == (own, target, rest)
 
 
 @pytest.mark.parametrize(

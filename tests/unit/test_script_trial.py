@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -12,13 +13,20 @@ import pytest
 from command_line import CommandLine
 from own_records import advice, tried
 from quiet_bench import QuietBench
-from stepscope.advisor.advise.cases import Script, Trial
-from stepscope.advisor.advise.interleaved import ScriptEndedError, TrialProcess
+from stepscope.advisor.advise import script_trial
+from stepscope.advisor.advise.cases import SHARED, Script, Trial
+from stepscope.advisor.advise.interleaved import (
+    Ready,
+    ScriptEndedError,
+    TrialProcess,
+    TurnResult,
+)
 from stepscope.advisor.advise.outcome import Tried
-from stepscope.advisor.advise.script_trial import measure_script_trial
+from stepscope.advisor.advise.script_trial import Runs, measure_script_trial
 from stepscope.advisor.inspect.order import Order
 from stepscope.analysis.advice.changes import compatible
 from stepscope.records.schema import Quantity
+from stepscope.records.stats import sequential_ratio
 
 SCRIPT = """
 import random, sys, torch
@@ -155,14 +163,25 @@ def test_scripts_with_manual_or_in_backward_updates_are_tried(tmp_path: Path, so
 def test_early_end_of_a_script_is_reported(script: Path) -> None:
     planned = trial(script, 7, dtype="bfloat16")
     assert planned.program is not None
-    with pytest.raises(ScriptEndedError, match="the script ended after 0 of 5 rounds"):
+    with pytest.raises(ScriptEndedError, match="the script ended after 0 rounds of 3 steps") as few:
         measure_script_trial(planned, planned.program, QuietBench())
+    # The warm-up, and five rounds of three steps.
+    assert "a trial needs 20 steps" in str(few.value)
     order = Order(target=str(script), words=("x",), warmup=5, timed=1, traced=1, memory=False)
     with (
         TrialProcess(order, {}) as run,
         pytest.raises(ScriptEndedError, match="code 1: ValueError"),
     ):
         run.ready()
+
+
+def test_turns_are_fitted_to_a_short_script(script: Path) -> None:
+    """Turns of eleven steps would leave two rounds of 21 steps after the warm-up."""
+    planned = trial(script, 21, optimizer="adamw-fused")
+    assert planned.program is not None
+    result = measure_script_trial(planned, planned.program, QuietBench())
+    times = [one.values for one in result.series if one.name == "step"]
+    assert [len(values) for values in times] == [5, 5]
 
 
 def test_error_with_many_lines_is_reported_by_its_first(tmp_path: Path) -> None:
@@ -249,3 +268,107 @@ def test_script_that_fails_early_gets_its_own_error_and_leaves_no_run(tmp_path: 
     assert done.stderr.strip().endswith("ValueError: my data is bad")
     listed = command("list", "runs", "--json")
     assert json.loads(listed.stdout)["runs"] == []
+
+
+def test_a_part_of_a_combination_is_timed_in_the_same_process(script: Path) -> None:
+    whole = trial(script, 100_000, optimizer="adamw-fused", gradients="none")
+    part = trial(script, 100_000, optimizer="adamw-fused")
+    other = trial(script, 100_000, dtype="bfloat16")
+    assert whole.program is not None
+    runs = Runs()
+    try:
+        first = measure_script_trial(whole, whole.program, QuietBench(), runs)
+        assert runs.starts == 2
+        second = measure_script_trial(part, whole.program, QuietBench(), runs)
+        assert runs.starts == 2, "the unchanged process and the changed one go on"
+        assert SHARED in second.notes
+        assert {one.name for one in second.series} == {"step", "cpu"} | {
+            one.name for one in second.series if one.name == "instructions"
+        }
+        measure_script_trial(other, whole.program, QuietBench(), runs)
+        assert runs.starts == 3, "another dtype needs a process of its own"
+    finally:
+        runs.close()
+    assert SHARED not in first.notes
+    losses = {one.variant: len(one.values) for one in first.series if one.name == "loss"}
+    assert losses["base"] >= 8
+    assert losses["changed"] >= 8
+    shared = tried(30.0, notes=second.notes)
+    assert Tried(shared).kept
+    assert "more changes" in Tried(shared).verdict
+
+
+class SlowProgram:
+    """A GPT on two CPU cores with planted times: 5 s per start, 786 ms per step."""
+
+    elapsed_s = 0.0
+    steps = 0
+    start_s = 5.0
+    step_ms: ClassVar[dict[str, float]] = {"optimizer": 120.0, "attention": 150.0, "data": 60.0}
+
+    def __init__(self, order: Order, settings: dict[str, str], alive: object) -> None:
+        del alive
+        self.started, self.settings = settings, settings
+        self.losses: list[float | None] = []
+        self.peak_bytes = None
+        self._turns = 0
+        SlowProgram.elapsed_s += self.start_s
+        self._run(order.warmup)
+
+    @property
+    def is_switched(self) -> bool:
+        return self.settings != self.started
+
+    @property
+    def _ms(self) -> float:
+        return 786.0 - sum(self.step_ms[name] for name in self.settings)
+
+    def _run(self, steps: int) -> None:
+        SlowProgram.steps += steps
+        SlowProgram.elapsed_s += 1e-3 * steps * self._ms
+        self.losses += [1.0] * steps
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def ready(self) -> Ready:
+        return Ready(step_ms=self._ms, losses=[])
+
+    def can_switch(self, settings: dict[str, str]) -> bool:
+        return settings.items() <= self.started.items() and "data" not in {
+            *(self.started.keys() - settings.keys())
+        }
+
+    def switch(self, settings: dict[str, str]) -> None:
+        if settings != self.settings:
+            self.settings = settings
+            self._run(2)
+
+    def turn(self, steps: int, untimed: int = 1) -> TurnResult:
+        self._run(steps + untimed)
+        self._turns += 1
+        # Noise of half a percent.
+        return TurnResult(step_ms=self._ms * (1 + 0.005 * (-1) ** self._turns), losses=[])
+
+
+def test_five_trials_of_a_slow_program_take_two_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in steps and starts: its unchanged step takes 786 ms, as on two idle cores."""
+    monkeypatch.setattr(script_trial, "TrialProcess", SlowProgram)
+    names = ("optimizer", "attention", "data")
+    subsets = [names, names[:1] + names[2:], names[1:], names[:2], names[:1]]
+    runs, best = Runs(), None
+    for some in subsets:
+        planned = Trial(
+            program=Script(target="head_loop.py"),
+            step_ms=786.0,
+            advice=tuple(advice(name, 50.0, **{name: "x"}) for name in some),
+            sequential=True,
+            best=best,
+        )
+        assert planned.program is not None
+        result = measure_script_trial(planned, planned.program, QuietBench(), runs)
+        ratio = next(s.values for s in result.series if (s.name, s.variant) == ("step", "changed"))
+        assert 3 <= len(ratio) < planned.rounds, "it ends when its gain is known"
+        base = next(s.values for s in result.series if (s.name, s.variant) == ("step", "base"))
+        best = best or sequential_ratio(base, ratio)
+    assert runs.starts == 3, "unchanged, all changes, and without the loader's workers"
+    assert SlowProgram.elapsed_s < 120

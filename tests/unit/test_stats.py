@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from stepscope.records import stats
 from stepscope.records.stats import (
-    decide,
     even_spacing,
     far_above,
+    judge,
     mann_whitney,
     paired_ratio,
     ratio_interval,
@@ -221,22 +221,26 @@ def test_a_ratio_needs_positive_samples() -> None:
 
 @pytest.mark.parametrize(("base", "new"), [(4, 40), (6, 6), (5, 5), (1, 1)])
 def test_too_few_samples_give_no_verdict(base: int, new: int) -> None:
-    assert decide(range(1, base + 1), range(100, 100 + new)) == "too few samples"
+    for design in ("separate", "processes"):
+        judged = judge(range(1, base + 1), range(100, 100 + new), design)
+        assert judged.outcome == "too few samples"
 
 
-def test_clear_changes_are_detected_and_equal_samples_are_not() -> None:
-    base = [10.0 + 0.01 * n for n in range(10)]
-    assert decide(base, [value * 1.1 for value in base]) == "slower"
-    assert decide(base, [value / 1.1 for value in base]) == "faster"
-    assert decide(base, base) == "no difference shown"
-    assert decide([5.0] * 10, [5.0] * 10) == "no difference shown"
+@pytest.mark.parametrize("design", ["separate", "processes", "paired"])
+def test_clear_changes_are_detected_and_equal_samples_are_not(design: stats.Design) -> None:
+    base = noisy(np.random.default_rng(1), 10, 0.005, 0.0)
+    assert judge(base, [value * 1.1 for value in base], design).outcome == "slower"
+    assert judge(base, [value / 1.1 for value in base], design).outcome == "faster"
+    assert judge(base, base, design).outcome == "no difference shown"
+    assert judge([5.0] * 10, [5.0] * 10, design).outcome == "no difference shown"
+    assert judge([5.0] * 10, [6.0] * 10, design).outcome == "slower"
 
 
 def test_ranks_alone_do_not_decide_if_the_medians_may_be_equal() -> None:
     base, new = [5.0] * 18 + [10.0] * 22, [10.0] * 22 + [15.0] * 18
     assert mann_whitney(base, new) < stats.SIGNIFICANCE
     assert not ratio_interval(base, new).excludes_one
-    assert decide(base, new) == "no difference shown"
+    assert judge(base, new, "processes").outcome == "no difference shown"
 
 
 def noisy(
@@ -252,8 +256,9 @@ def noisy(
 def test_false_positives_are_rare(count: int, spread: float, outliers: float) -> None:
     draw = np.random.default_rng(11)
     alarms = sum(
-        decide(noisy(draw, count, spread, outliers), noisy(draw, count, spread, outliers))
-        in ("slower", "faster")
+        judge(
+            noisy(draw, count, spread, outliers), noisy(draw, count, spread, outliers), "processes"
+        ).differs
         for _ in range(TRIALS)
     )
     assert alarms <= 0.01 * TRIALS
@@ -264,7 +269,11 @@ def test_false_positives_are_rare(count: int, spread: float, outliers: float) ->
 def test_a_slowdown_of_five_percent_is_detected(count: int, spread: float, outliers: float) -> None:
     draw = np.random.default_rng(13)
     detected = sum(
-        decide(noisy(draw, count, spread, outliers), 1.05 * noisy(draw, count, spread, outliers))
+        judge(
+            noisy(draw, count, spread, outliers),
+            1.05 * noisy(draw, count, spread, outliers),
+            "processes",
+        ).outcome
         == "slower"
         for _ in range(TRIALS)
     )

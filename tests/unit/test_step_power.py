@@ -23,7 +23,7 @@ from stepscope.studies.views.energy import energy_finding
 from view_blocks import findings_of
 
 STUDY = find_study("step")
-H200 = environment(max_sm_clock_mhz=1980.0)
+H200 = environment(max_sm_clock_mhz=1980.0, power_limit_w=700.0)
 XL = {"baseline: block default": 79.5, "stepscope: eager auto": 61.3}
 AT_CAP = {"stepscope": (683.0, 60.8, 1620.0), "baseline": (690.0, 79.0, 1700.0)}
 
@@ -132,8 +132,8 @@ class TestPage:
             " fastest PyTorch variant (block default) takes 79.0 ms: Stepscope is 1.30 times as"
             " fast. Interleaved samples give a ratio of 1.30.",
             "xl-512: Stepscope takes 41.5 J per step at 683 of 700 W, with its clock at 1.62 of"
-            " 1.98 GHz: the duration of consecutive steps is that energy divided by the limit, 59.3"
-            " ms (± 1.2 %). PyTorch takes 54.5 J: 77.9 ms.",
+            " 1.98 GHz: at the limit that energy takes 59.3 ms (± 1.2 %), and consecutive steps"
+            " took 60.8 ms each. PyTorch takes 54.5 J: 77.9 ms at the limit, 79.0 ms measured.",
         ]
         assert findings["step.power-capped"].records == (record.id,)
         assert findings["step.power-capped"].values == {
@@ -186,8 +186,8 @@ def test_the_power_cap_of_a_user_s_model_is_reported() -> None:
     quantities = tuple(Quantity(name=name, value=value, unit="1") for name, value in values.items())
     (finding,) = energy_finding(own_record(quantities=quantities, environment=H200), "lab:build")
     assert finding.text.endswith(
-        "It runs at 690 of 700 W: the duration of consecutive steps is that energy divided by the"
-        " limit, 59.3 ms (± 1.2 %)."
+        "It runs at 690 of 700 W: at the limit that energy takes 59.3 ms (± 1.2 %), and"
+        " consecutive steps took 60.1 ms each."
     )
 
 
@@ -210,8 +210,8 @@ class TestWithTheWaterfall:
         (finding,) = self.capped(None, 1700.0, 1650.0, 1800.0)
         assert list(finding.values.values()) == [1700.0]
         assert finding.records == (waterfall_record().id,)
-        assert ", in 3 of 4 readings, its clock at 1.70 of 1.98 GHz. At the cap" in finding.sentence
-        assert finding.conclusion.endswith("shortens the step by its energy, not by its time.")
+        assert ", in 3 of 4 readings, its clock at 1.70 of 1.98 GHz. At the" in finding.sentence
+        assert finding.text.endswith("shortens the step by its energy, not by its time.")
 
     @pytest.mark.parametrize(
         "throttled",

@@ -15,6 +15,7 @@ from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Interval, Timeline
+from stepscope.studies.page import make_page
 from stepscope.studies.registry import find_study
 from stepscope.studies.step.cases import PARTS, StepFlags
 from stepscope.studies.step.ladder import RUNGS, climbed, ladder, start
@@ -209,7 +210,8 @@ class TestPage:
         assert [row[index] for row in table.rows] == [0.0, 1.0]
         bound = blocks["step.host-bound"]
         assert (bound.values["rows"], bound.values["of"]) == (1, 2)
-        assert bound.text.startswith("1 of 2 rows of small at context 512, batch 4 are CPU-bound: ")
+        assert bound.text == "1 of 2 rows of small at context 512, batch 4 are CPU-bound."
+        assert bound.conclusion.startswith("In these rows a change helps only by saving launches")
 
     def test_less_than_one_percent_is_not_a_gain(self) -> None:
         blocks = self.blocks(
@@ -217,7 +219,7 @@ class TestPage:
         )
         none = blocks["step.no-gain"]
         assert none.text == (
-            "small at context 512, batch 4: no change is faster than the baseline's 100 ms."
+            "small at context 512, batch 4: no gain over the baseline's 100 ms is shown."
         )
         assert none.tone == "info"
 
@@ -352,7 +354,10 @@ class TestPage:
         record = step_race_record(
             "xl-512",
             {"baseline: a": 140.0, "stepscope: b": 90.0},
-            consecutive={"baseline": (120.0, 122.0, 124.0), "stepscope": (100.0, 101.0, 102.0)},
+            consecutive={
+                "baseline": (120.0, 122.0, 124.0) * 2,
+                "stepscope": (100.0, 101.0, 102.0) * 2,
+            },
         )
         (race,) = races(STUDY.results([record]))
         lead = race.lead()
@@ -393,9 +398,11 @@ class TestPage:
 
 
 def test_the_ladder_and_the_waterfall_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    from stepscope.cli.answer import AnswerOptions
     from stepscope.cli.commands.report import print_results
 
-    print_results([rung_record(), rung_record("bf16", "first", step=50.0), waterfall_record()])
+    records = [rung_record(), rung_record("bf16", "first", step=50.0), waterfall_record()]
+    print_results(make_page(records), AnswerOptions(full=True))
     printed = capsys.readouterr().out
     assert "from 100 ms to 50.0 ms" in printed
     assert "Each change alone and cumulative" in printed

@@ -9,9 +9,16 @@ import msgspec
 import pytest
 
 from fp8_records import training_record
+from grading_records import criterion_record
 from mixed_records import COLD, FAILURES, mixed_records
 from own_records import inspected_record, own_record, tried
-from parallel_records import collective_record, ddp_record, fsdp_record, sharding_record
+from parallel_records import (
+    collective_record,
+    ddp_record,
+    fsdp_record,
+    leaderboard_record,
+    sharding_record,
+)
 from precision_records import autocast_record, sum_record
 from rehearsal_records import recorded_record
 from sample_records import environment
@@ -19,6 +26,7 @@ from step_records import (
     compile_record,
     rung_record,
 )
+from stepscope.cli.answer import SCREEN
 from stepscope.cli.commands import show
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.jsonl import write_records
@@ -26,7 +34,7 @@ from stepscope.records.schema import Record
 from stepscope.report.blocks import Figure, Table
 from stepscope.report.html import html_page
 from stepscope.report.text import markdown_page
-from stepscope.studies.page import make_page, study_answers
+from stepscope.studies.page import answers, make_page, study_sections
 from stepscope.studies.presets import PRESETS, preset_cases
 from stepscope.studies.registry import all_studies, find_study, viewables
 from study_records import (
@@ -144,11 +152,13 @@ class TestViews:
             "ddp": ddp_record,
             "sharding": sharding_record,
             "fsdp": fsdp_record,
+            "leaderboard": leaderboard_record,
             "rehearsal": recorded_record,
             "techniques": technique_record,
             "own": own_record,
             "inspect": inspected_record,
             "advise": tried,
+            "check": criterion_record,
         }
         pages_hold([make[study](environment=ON_CPU, ceilings=())])
 
@@ -158,15 +168,15 @@ def test_a_page_without_records_is_refused() -> None:
         make_page([])
 
 
-def test_the_summary_of_every_study_fits_25_lines(
+def test_the_summary_of_every_study_fits_one_screen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = [record for of_study in mixed_records().values() for record in of_study]
     write_records(records, tmp_path / "all.jsonl")
     assert show.main([str(tmp_path / "all.jsonl")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= show.MAX_LINES
-    assert sum("Benchmark: " in line for line in lines) == 1
+    assert len(lines) <= SCREEN
+    assert sum("Benchmark" in line for line in lines) == 1
     assert any(re.match(r"\d+ more: ", line) for line in lines)
 
 
@@ -179,15 +189,16 @@ def test_the_summary_has_full_answers_where_they_fit(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     records = mixed_records()["ddp"] + mixed_records()["sharding"]
-    write_records(records, tmp_path / "two.jsonl")
-    assert show.main([str(tmp_path / "two.jsonl")]) == 0
+    monkeypatch.chdir(tmp_path)
+    write_records(records, Path("two.jsonl"))
+    assert show.main(["two.jsonl"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     text = " ".join(" ".join(lines).split())
-    answers = [f"{title}: {answer}" for title, answer in study_answers(records)]
-    assert len(answers) == 2
-    assert any(len(answer) > width for answer in answers)
-    for answer in answers:
+    expected = [f"{title}: {text}" for title, text in answers(list(study_sections(records)))]
+    assert len(expected) == 2
+    assert any(len(answer) > width for answer in expected)
+    for answer in expected:
         assert answer in text
 
 
@@ -210,6 +221,7 @@ def test_the_page_of_viewables_has_their_sections_in_order() -> None:
         "inspect",
         "own",
         "advise",
+        "check",
         "benchmark",
         "warmup",
         "profile",
@@ -226,6 +238,7 @@ def test_the_page_of_viewables_has_their_sections_in_order() -> None:
         "ddp",
         "sharding",
         "fsdp",
+        "leaderboard",
         "rehearsal",
         "techniques",
         "machine",

@@ -123,7 +123,7 @@ def test_the_command_prints_changes_and_what_is_unknown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = FIXTURES / "h200_small_float32_train-step.json.gz"
-    assert main(["trace", str(file), "--out", str(tmp_path)]) == 0
+    assert main(["trace", str(file), "--full", "--out", str(tmp_path)]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "A trace does not show" in output
     assert 'model = torch.compile(model, mode="reduce-overhead")' in output

@@ -24,7 +24,7 @@ EVIL = "</script><img src=x onerror=alert(1)>"
 
 
 def run(tmp_path: Path, *words: str | Path) -> int:
-    return main(["trace", *map(str, words), "--out", str(tmp_path / "out")])
+    return main(["trace", "--full", *map(str, words), "--out", str(tmp_path / "out")])
 
 
 def test_it_prints_the_ledger_and_writes_the_page(
@@ -57,11 +57,11 @@ def test_it_ends_with_a_verdict_that_fits_a_terminal(
         index for index, line in enumerate(lines) if line.startswith(fixture.name) and index
     )
     verdict = lines[start:-1]
-    assert "measurement" in verdict[0]
+    # Nothing in a trace shows how busy the machine was.
+    assert verdict[0].endswith("● not checked")
     assert verdict[1].startswith("A step takes")
     assert len(verdict) <= 20
     assert max(map(len, verdict)) <= 80
-    assert verdict[-1].startswith("Next: stepscope ")
     assert lines[-1].startswith("page: ")
 
 
@@ -83,7 +83,6 @@ def test_it_gives_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     verdict = text["verdict"]
     assert verdict["step_ms"] == 1.0
     assert sum(part["ms"] for part in verdict["parts"]) == pytest.approx(1.0)
-    assert verdict["next"] == "stepscope advise SCRIPT"
     assert Path(text["report"]).exists()
 
 
@@ -218,7 +217,9 @@ def busy_step() -> ChromeTrace:
 
 
 def test_host_is_blamed_only_where_launches_prove_it() -> None:
-    assert "The CPU limits this step: for 28.0 % of it" in findings(training_step())
+    limited = findings(training_step())
+    assert "For 28.0 % of the step the device has nothing to run" in limited
+    assert "The CPU limits this step." in limited
     assert "The CPU limits" not in findings(busy_step())
     assert "waits for launches" not in findings(busy_step())
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from stepscope.analysis.job import reader
 from stepscope.analysis.job.job import Job, summarize_job
 from stepscope.analysis.job.reading import read_ranks, trace_files
 from stepscope.analysis.trace.collectives import collective_name
@@ -232,7 +234,8 @@ def test_the_command_reads_a_folder(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["trace", str(folder), "--out", str(tmp_path / "out")]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "Rank 1 is a straggler" in output
-    assert "2 ranks of 2 read." in output
+    assert main(["trace", str(folder), "--full", "--out", str(tmp_path / "out")]) == 0
+    assert "2 ranks of 2 read." in " ".join(capsys.readouterr().out.split())
     assert "job-breakdown" in (tmp_path / "out" / "trace.html").read_text()
     words = ["trace", str(folder), "--against", str(folder), "--json"]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
@@ -257,3 +260,37 @@ def test_a_device_without_launches_is_refused_in_one_line(tmp_path: Path) -> Non
             event["cat"] = "mtia_ccp_events"
     with pytest.raises(StepscopeError, match="MTIA accelerator, whose events name no launch"):
         read_trace(trace.write(tmp_path / "rank0.json"))
+
+
+DYING_READER = """
+import os, signal, sys
+from multiprocessing.connection import Connection
+from stepscope.analysis.job.rank import read_rank
+from stepscope.analysis.job.reader import main
+
+def read(path):
+    if path.name == "rank1.json":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return read_rank(path)
+
+main(Connection(int(sys.argv[1])), read)
+"""
+
+
+def test_a_reader_that_dies_costs_only_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(_: str, *words: str) -> list[str]:
+        return [sys.executable, "-P", "-c", DYING_READER, *words]
+
+    monkeypatch.setattr(reader, "own_command", command)
+    folder = write_job(tmp_path / "job", rank0=rank_trace(), rank1=rank_trace(), rank2=rank_trace())
+    ranks, unread = read_ranks(trace_files(folder), workers=2)
+    assert [one.rank for one in ranks] == [0, 2]
+    assert unread.keys() == {"rank1.json"}
+    assert "was ended by SIGKILL" in unread["rank1.json"]
+    for name in ("rank0.json", "rank2.json"):
+        (folder / name).unlink()
+    assert main(["trace", str(folder), "--workers", "2", "--out", str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("stepscope: the process that read ")

@@ -272,13 +272,121 @@ def test_graph_off_and_on() -> None:
     assert "no tensor is on a CUDA device" in auto.explain()
 
 
-@pytest.mark.parametrize(
-    "options", [{"accumulate": 0}, {"graph": "maybe"}], ids=["accumulate", "graph"]
-)
+class EpochScheduler:
+    """Takes the epoch, as those of timm do."""
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        del epoch, metric
+
+
+INVALID: list[dict[str, Any]] = [
+    {"accumulate": 0},
+    {"accumulate": 2.5},
+    {"accumulate": True},
+    {"accumulate": "2"},
+    {"warmup": 0},
+    {"max_graphs": 1.5},
+    {"max_grad_norm": 0},
+    {"max_grad_norm": -1.0},
+    {"max_grad_norm": float("nan")},
+    {"max_grad_norm": "1"},
+    {"dtype": torch.int8},
+    {"dtype": torch.float64},
+    {"dtype": "bfloat16"},
+    {"dtype": "fp8"},
+    {"graph": "maybe"},
+    {"loss_fn": "mse"},
+    {"scheduler": object()},
+    {"scheduler": EpochScheduler()},
+]
+
+
+@pytest.mark.parametrize("options", INVALID, ids=lambda options: "".join(options))
 def test_invalid_options_are_errors(options: dict[str, Any]) -> None:
     model = Regression()
-    with pytest.raises(UsageError, match=next(iter(options))):
+    ((name, value),) = options.items()
+    with pytest.raises(UsageError, match=name if name != "scheduler" else type(value).__name__):
         stepscope.TrainStep(model, sgd(model), **options)
+
+
+def test_a_scheduler_that_needs_a_metric_is_an_error_that_says_what_to_do() -> None:
+    model = Regression()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(UsageError, match=r"ReduceLROnPlateau\.step\(\).*'metrics'") as raised:
+        stepscope.TrainStep(model, optimizer, scheduler=scheduler)
+    assert "call its step() yourself" in str(raised.value)
+    step = stepscope.TrainStep(model, optimizer)
+    for number in range(20):
+        step(batch(number))
+        # As after each validation.
+        scheduler.step(1.0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0125)
+
+
+class Scaled(nn.Module):
+    """A learned scale outside of the model, in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_parameters_that_are_added_later_are_clipped_and_updated(
+    make: Make, captured: bool, accumulate: int
+) -> None:
+    """Of the model, which were frozen, and of the loss."""
+    steps, added = 24 * accumulate, 12 * accumulate
+
+    def start() -> tuple[nn.Module, Regression, Scaled, torch.optim.Optimizer]:
+        model, loss = Regression(), Scaled()
+        first, last = model.layers[0], model.layers[2]
+        first.requires_grad_(False)
+        return nn.ModuleList([model, loss]), model, loss, make(last)
+
+    def loss_fn(model: Any, given: dict[str, Tensor], loss: Scaled) -> Tensor:
+        # Large gradients, which are clipped.
+        return 1e3 * (model.layers(given["x"]) * loss.scale - given["y"]).square().mean()
+
+    def add(model: Regression, loss: Scaled, optimizer: torch.optim.Optimizer) -> None:
+        model.layers[0].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model.layers[0].parameters())})
+        optimizer.add_param_group({"params": list(loss.parameters())})
+
+    both, model, loss, optimizer = start()
+    for number in range(steps):
+        if number == added:
+            add(model, loss, optimizer)
+        (loss_fn(model, batch(number), loss) / accumulate).backward()
+        if number % accumulate == accumulate - 1:
+            clipped = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(clipped, 0.1)
+            optimizer.step()
+            both.zero_grad()
+    expected = [parameter.detach().clone() for parameter in both.parameters()]
+
+    both, model, loss, optimizer = start()
+    step = stepscope.TrainStep(
+        model,
+        optimizer,
+        loss_fn=lambda model, given: loss_fn(model, given, loss),
+        max_grad_norm=0.1,
+        accumulate=accumulate,
+        backend=FakeGraphs(both, optimizer) if captured else None,
+    )
+    for number in range(steps):
+        if number == added:
+            # Gradients that no optimizer had.
+            both.zero_grad()
+            add(model, loss, optimizer)
+        step(batch(number))
+    torch.testing.assert_close(list(both.parameters()), expected, rtol=1e-4, atol=1e-5)
+    if captured:
+        assert step.captured.statistics.captured >= 2 * accumulate
+        assert step.captured.reasons == []
 
 
 @pytest.mark.parametrize("attach", [True, False])

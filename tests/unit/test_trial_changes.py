@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from stepscope.advisor.trial import loop
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.changes import COMPILED_AFTER, Changes
-from stepscope.advisor.trial.optimizers import fuse_optimizers
+from stepscope.advisor.trial.optimizers import Optimizers
 from watched_models import Network, batch
 
 
@@ -37,7 +37,8 @@ def test_losses_are_unscaled_and_summed_over_micro_batches() -> None:
 @pytest.mark.usefixtures("torch_as_it_was")
 def test_optimizers_are_fused_and_custom_adam_is_treated_as_adam() -> None:
     applied: Counter[str] = Counter()
-    fuse_optimizers(applied)
+    optimizers = Optimizers(applied)
+    optimizers.fuse()
 
     class MyAdam(torch.optim.Optimizer):
         def __init__(self, parameters: Any) -> None:
@@ -58,6 +59,7 @@ def test_optimizers_are_fused_and_custom_adam_is_treated_as_adam() -> None:
         plain.step()
         mine.step()
     assert applied["optimizer"] == 3
+    assert not optimizers.switchable, "the state of a replaced optimizer is another one"
     torch.testing.assert_close(weights[0], weights[1])
 
 
@@ -67,10 +69,10 @@ def test_training_loop_is_changed() -> None:
     model = Network()
     x, y = batch()
     torch.nn.functional.cross_entropy(model(x), y).backward()
-    loop.set_gradients_to_none(applied)
+    loop.set_gradients_to_none(applied, lambda: True)
     torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
     assert next(model.parameters()).grad is None
-    loop.use_loader_workers(applied)
+    loop.use_loader_workers(applied, lambda: True)
     assert DataLoader([1, 2]).num_workers > 0  # type: ignore[arg-type]
     assert DataLoader([1, 2], num_workers=1).prefetch_factor == 2  # type: ignore[arg-type]
     loop.disable_checkpointing(applied)
@@ -92,7 +94,7 @@ def test_training_loop_is_changed() -> None:
 
 @pytest.mark.usefixtures("torch_as_it_was")
 def test_integer_read_back_with_float_is_a_float() -> None:
-    loop.read_back_delayed(Counter())
+    loop.read_back_delayed(Counter(), lambda: True)
     right = (torch.arange(4) > 1).sum()
     assert (float(right), type(float(right)), right.item()) == (2.0, float, 2)
 
@@ -209,3 +211,51 @@ def test_models_found_later_are_changed_and_each_model_only_once(also: dict[str,
     assert once
     changes.on_models_known([first, second])
     assert changes._applied["checkpoint"] == 2 * once
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_changes_are_taken_back_in_a_running_program() -> None:
+    settings = {"optimizer": "adamw-fused", "gradients": "none", "dtype": "bfloat16"}
+    changes = Changes(settings, Backwards())
+    changes.on_torch_imported()
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    group = optimizer.param_groups[0]
+
+    def step() -> bool:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return model.weight.grad is None
+
+    assert step()
+    assert sorted(changes.switchable()) == ["gradients", "optimizer"], "not the dtype"
+    changes.switch({"dtype": "bfloat16"})
+    assert (group["fused"], group["foreach"]) == (None, False), "as the program created it"
+    assert not step()
+    assert optimizer.state[model.weight]["step"] == 2, "the state continues"
+    changes.switch(settings)
+    assert group["fused"]
+    assert step()
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_a_compiled_model_runs_uncompiled_while_that_is_taken_back() -> None:
+    changes = Changes({"compile": "model"}, Backwards())
+    changes.on_torch_imported()
+    model = Network()
+    changes.on_models_known([model])
+    compiled = []
+    model.compile = lambda **_: compiled.append(setattr(model, "_compiled_call_impl", len))  # type: ignore[method-assign,assignment]
+    for number in range(1, COMPILED_AFTER + 1):
+        if not compiled:
+            model(batch()[0])
+        changes.end_step(number)
+    assert compiled
+    assert changes.switchable() == ["compile"]
+    changes.switch({})
+    assert model._compiled_call_impl is None
+    changes.switch({"compile": "model"})
+    assert model._compiled_call_impl is len
+    graphs = Changes({"compile": "graphs", "gradients": "none"}, Backwards())
+    assert graphs.switchable() == [], "the graph has all changes in it"

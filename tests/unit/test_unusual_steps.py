@@ -11,8 +11,8 @@ import torch
 
 from stepscope.advisor.scope.result import usual_steps
 from stepscope.advisor.verdict import program_verdict
+from stepscope.report.answer import sentences
 from stepscope.report.format import duration
-from stepscope.report.verdict import sentences
 from stepscope.studies.memory.view import saved_table
 from stepscope.studies.program.findings import inspected_findings
 from view_blocks import coded

@@ -17,6 +17,7 @@ from sample_records import environment
 from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.given import with_advice
 from stepscope.advisor.verdict import breakdown, program_verdict
+from stepscope.analysis import parts
 from stepscope.analysis.advice.changes import advise
 from stepscope.analysis.limits import fastest_dtype, hardware_limit, mfu
 from stepscope.analysis.trace.summary import LedgerLine, Summary
@@ -25,29 +26,24 @@ from stepscope.analysis.verdict import (
     MAX_PARTS,
     BreakdownPart,
     Estimate,
+    Gain,
     Limit,
     MemoryChange,
     RankedChange,
     Verdict,
     parts_of,
+    plain,
     ranked,
 )
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Ceiling, FailedCheck, Record
+from stepscope.report.answer import gain_text, sentences
 from stepscope.report.blocks import Page, Table
 from stepscope.report.html import html_page
 from stepscope.report.text import markdown_page
-from stepscope.report.verdict import (
-    MAX_LINES,
-    WIDTH,
-    gain_text,
-    segments,
-    sentences,
-    share_text,
-    verdict_lines,
-)
+from stepscope.report.verdict import MAX_LINES, WIDTH, segments, share_text, verdict_lines
 from stepscope.report.wrapping import wrapped, wrapped_code
-from stepscope.studies.page import make_page, study_answers, verdict_of
+from stepscope.studies.page import answers, make_page, study_sections, verdict_of
 from stepscope.studies.registry import find_study
 from stepscope.studies.views.verdict import step_limit
 from study_records import benchmark_record, matrix_ceiling
@@ -57,12 +53,11 @@ ADVISED = [*sorted(RESULTS.glob("advise-*_h200.jsonl")), RESULTS / "advise-slow_
 RATES = {"float32": 50e12, "tf32": 400e12, "bfloat16": 800e12}
 
 
-def change(code: str, low: float, *, setting: str = "", verified: bool = True) -> RankedChange:
+def change(code: str, low: float, *, setting: str = "") -> RankedChange:
     return RankedChange(
         code=code,
         title=code,
-        gain=Estimate(value=low + 1, low=low, high=low + 2),
-        verified=verified,
+        gain=Gain(value=low + 1, low=low, high=low + 2, measured=True),
         risk="",
         lines=("x = 1",),
         setting=setting,
@@ -102,8 +97,17 @@ def test_the_breakdown_of_a_traced_step_is_the_timed_step(
     traced = tuple(LedgerLine(phase=phase, kind=kind, ms=ms) for phase, kind, ms in lines)
     summary = msgspec.structs.replace(summary, lines=traced)
     limit = Limit(matmul_ms=3.0, update_ms=1.0, dtype="bfloat16")
-    parts = breakdown(summary, step_ms, limit)
+    capped, parts = breakdown(summary, step_ms, limit)
     assert sum(part.ms for part in parts) == pytest.approx(step_ms)
+    assert capped is not None
+    assert capped.ms <= limit.ms
+    # One number: the limit, and the part of that name.
+    assert sum(p.ms for p in parts if p.label == IDEAL) == pytest.approx(
+        capped.ms, abs=step_ms / 1e3
+    )
+    assert bool(capped.doubt) == (limit.matmul_ms - capped.matmul_ms >= 0.01 * step_ms) or (
+        limit.update_ms - capped.update_ms >= 0.01 * step_ms
+    )
 
 
 def test_the_limit_is_that_of_the_fastest_dtype_a_change_could_apply() -> None:
@@ -127,7 +131,8 @@ def test_a_step_below_its_limit_says_that_the_ceilings_are_wrong() -> None:
     )
     assert next(sentences(verdict)) == (
         "A step takes 10.0 ms, less than the hardware limit of 12.0 ms: the ceilings were measured"
-        " on a busy machine; measure them again with `stepscope run --new-ceilings`."
+        " too low, or the FLOPs are overestimated; measure the ceilings again with"
+        " `stepscope run --new-ceilings`."
     )
 
 
@@ -167,7 +172,11 @@ def test_the_answer_does_not_contradict_the_parts_below_it() -> None:
     text = " ".join(sentences(verdict))
     assert "The largest attributed part: slow matmuls, 3.00 ms" in text
     assert "so changes are not ranked" in text
-    assert "fused loss would lower it by 1.00 KiB at no cost in time, as predicted" in text
+    # Where nothing is ranked, nothing is predicted either.
+    assert "fused loss" not in text
+    good = msgspec.structs.replace(verdict, trust="good", trust_reason="")
+    text = " ".join(sentences(good))
+    assert "fused loss would lower it by 1.00 KiB at no cost in time (predicted)." in text
     attributed = msgspec.structs.replace(verdict, parts=parts[1:], changes=(change("x", 1.0),))
     text = " ".join(sentences(attributed))
     assert "The largest part: slow matmuls" in text
@@ -190,6 +199,12 @@ def test_a_prediction_that_may_gain_nothing_is_named_and_not_denied() -> None:
     assert after is not None
     text = " ".join(sentences(msgspec.structs.replace(after, trust="good", trust_reason="")))
     assert "None of the tried changes gains time." in text
+    vague = program_verdict([with_advice(record, [doubtful]), tried(49.9, doubtful, noise=5.0)])
+    assert vague is not None
+    text = " ".join(sentences(msgspec.structs.replace(vague, trust="good", trust_reason="")))
+    assert "None of the tried changes" not in text
+    assert "No tried change is shown to gain time" in text
+    assert "it may be none" in text
 
 
 def test_of_changes_that_exclude_each_other_the_best_is_ranked() -> None:
@@ -229,7 +244,10 @@ def test_a_verified_combination_is_the_advice_and_what_it_leaves_out_is_not() ->
         tried(13.0, BF16, COMPILE, ATTENTION),
     )
     assert verdict.reachable_with == (BF16.title, COMPILE.title)
-    assert [one.code for one in verdict.changes if one.verified] == ["bfloat16", "compile-model"]
+    assert [one.code for one in verdict.changes if one.gain.measured] == [
+        "bfloat16",
+        "compile-model",
+    ]
     # Compiled blocks gain more alone, and are another value of the same setting.
     left_out = {BLOCK.code, FUSED.code, ATTENTION.code}
     assert not left_out & {one.code for one in verdict.changes}
@@ -239,8 +257,9 @@ def test_a_change_that_gains_only_on_top_of_others_has_that_gain() -> None:
     verdict = verified(tried(20.0, BF16), tried(14.0, BF16, ATTENTION))
     first, second, *_ = verdict.changes
     assert (first.code, second.code) == ("bfloat16", "fused-attention")
-    assert second.verified
-    assert second.gain.value == pytest.approx((20 - 14) / 50, rel=0.01)
+    assert second.gain.measured
+    assert second.gain.on_top_of == (BF16.title,)
+    assert second.gain.value == pytest.approx(20 - 14, rel=0.01)
     assert 0 < second.gain.low < second.gain.value < second.gain.high
 
 
@@ -294,16 +313,16 @@ SAVING = msgspec.structs.replace(
 @pytest.mark.parametrize(
     ("trials", "time"),
     [
-        ([tried(45.0, SAVING)], " (predicted) and gain 100 µs (90.9 to 109 µs), measured."),
-        ([tried(60.0, SAVING)], " (predicted) and cost 200 µs (188 to 212 µs), measured."),
+        ([tried(45.0, SAVING)], " (predicted) and gain 5.00 ms (4.55 to 5.45 ms), measured."),
+        ([tried(60.0, SAVING)], " (predicted) and cost 10.0 ms (9.40 to 10.6 ms), measured."),
         ([tried(50.0, SAVING)], " (predicted); no gain in time was measured."),
         (
             [tried(60.0, SAVING), tried(20.0, BF16), tried(15.0, BF16, SAVING)],
-            " (predicted) and gain 100 µs (95.0 to 105 µs), measured.",
+            " (predicted) and gain 5.00 ms (4.75 to 5.25 ms), measured.",
         ),
         # No trial isolates its gain.
-        ([tried(30.0, BF16, SAVING)], ", as predicted."),
-        ([tried(30.0, BF16, SAVING, COMPILE), tried(20.0, BF16)], ", as predicted."),
+        ([tried(30.0, BF16, SAVING)], " (predicted)."),
+        ([tried(30.0, BF16, SAVING, COMPILE), tried(20.0, BF16)], " (predicted)."),
     ],
 )
 def test_the_memory_sentence_predicts_no_time_for_a_change_that_was_tried(
@@ -316,7 +335,7 @@ def test_the_memory_sentence_predicts_no_time_for_a_change_that_was_tried(
         text = " ".join(shown(page).split())
         assert f"{SAVING.title} would lower it by 30.0 GiB{time}" in text
         before = " ".join(shown(untried).split())
-        assert "lower it by 30.0 GiB (with the change bfloat16 it also gains 700 µs)" in before
+        assert "lower it by 30.0 GiB and with the change bfloat16 gain 700 µs (predicted)" in before
 
 
 def _terminal(page: Page) -> str:
@@ -396,25 +415,26 @@ def test_the_verdict_of_a_program_fits_a_terminal(path: Path) -> None:
     assert sum(part.ms for part in verdict.parts) == pytest.approx(verdict.step.value, rel=1e-6)
     assert sum(one.columns for one in segments(verdict.parts)) == WIDTH
     if verdict.limit is not None:
-        assert verdict.parts[0].ms <= verdict.limit.ms * (1 + 1e-9)
+        assert verdict.parts[0].label == IDEAL
+        assert verdict.parts[0].ms == pytest.approx(verdict.limit.ms)
 
 
 def test_a_slow_float32_step_is_far_from_its_limit() -> None:
-    """By its own dtype it would be at 84 % of the limit."""
+    """By its own dtype it would be at up to 84 % of the limit."""
     verdict = program_verdict(read_records(RESULTS / "advise-slow_h200.jsonl"))
     assert verdict is not None
     assert verdict.mfu is not None
-    assert verdict.mfu > 0.8
+    assert plain(verdict.mfu) > 0.8
     assert verdict.limit_share is not None
-    assert verdict.limit_share < 0.1
+    assert plain(verdict.limit_share) < 0.1
     assert verdict.reachable_verified
     assert verdict.changes[0].code == "bfloat16"
-    assert all(one.verified for one in verdict.changes)
-    assert verdict.next_command.startswith("stepscope inspect slow.py")
+    assert all(one.gain.measured for one in verdict.changes)
+    assert verdict.next_command.startswith("stepscope advise --apply slow.py")
     text = " ".join(sentences(verdict))
     assert "as fast (measured)" in text
     assert verdict.largest_loss is not None
-    assert verdict.largest_loss.label in text
+    assert verdict.largest_loss.label.removesuffix(" beyond the limit") in text
 
 
 def test_a_loss_that_drifts_is_a_warning() -> None:
@@ -436,8 +456,9 @@ def test_untrusted_times_rank_nothing() -> None:
     good = program_verdict([msgspec.structs.replace(record, attachments=given)])
     assert good is not None
     assert good.changes
-    assert not good.changes[0].verified
+    assert not good.changes[0].gain.measured
     assert good.next_command.startswith("stepscope advise --verify slow.py")
+    assert good.next_on_recording == ""
 
 
 def test_without_ceilings_and_advice_the_next_command_measures_them() -> None:
@@ -469,9 +490,9 @@ def test_records_without_a_program_have_the_verdict_of_their_longest_step() -> N
     assert verdict is not None
     assert not verdict.judged
     assert verdict.mfu is not None
-    assert verdict.mfu > 0.7
+    assert plain(verdict.mfu) > 0.7
     assert verdict.limit_share is not None
-    assert verdict.limit_share < 0.1
+    assert plain(verdict.limit_share) < 0.1
     timed = verdict_of(read_records(RESULTS / "h200.jsonl"))
     assert timed is not None
     assert timed.parts == ()
@@ -480,9 +501,9 @@ def test_records_without_a_program_have_the_verdict_of_their_longest_step() -> N
 
 
 def test_every_study_answers_in_a_line() -> None:
-    answers = list(study_answers(read_records(RESULTS / "h200.jsonl")))
-    assert [title for title, _ in answers] == ["Benchmark", "Warm-up"]
-    assert all(answer for _, answer in answers)
+    found = list(answers(list(study_sections(read_records(RESULTS / "h200.jsonl")))))
+    assert [title for title, _ in found] == ["Benchmark", "Warm-up"]
+    assert all(answer for _, answer in found)
 
 
 def test_the_page_and_its_markdown_open_with_the_verdict() -> None:
@@ -491,7 +512,7 @@ def test_the_page_and_its_markdown_open_with_the_verdict() -> None:
     assert page.verdict is not None
     html = html_page(page)
     assert html.index('class="verdict"') < html.index('class="headline"')
-    assert 'class="part ideal"' in html
+    assert 'class="part ideal n0"' in html
     assert html.count('class="copy"') == len(page.verdict.changes) + 1
     text = markdown_page(page)
     assert text.index("Next: stepscope") < text.index(page.headline.title)
@@ -533,3 +554,43 @@ def test_a_step_in_fp8_is_compared_with_the_fp8_rate() -> None:
     assert mfu(record) is None
     in_fp8 = msgspec.structs.replace(record, config=record.config | {"dtype": "fp8"})
     assert mfu(in_fp8) == pytest.approx(1e12 / 0.1 / 2e14)
+
+
+def test_parts_have_names_that_are_true_for_the_step() -> None:
+    spent = {parts.IDEAL: 10.0, parts.SLOW_MATMULS: 5.0, parts.IDLE: 3.0}
+    on_cpu = parts_of(spent, parts.part_names(["convolutions", "matmuls"], on_gpu=False))
+    assert [(one.code, one.label) for one in on_cpu] == [
+        ("limit", "hardware limit"),
+        ("matmuls-beyond-limit", "convolutions and matmuls beyond the limit"),
+        ("idle", "between operators"),
+    ]
+    assert all(one.definition for one in on_cpu)
+    on_gpu = parts_of(spent, parts.part_names(["matmuls", "attention"]))
+    names = ["hardware limit", "matmuls and attention beyond the limit", "device idle"]
+    assert [one.label for one in on_gpu] == names
+    vit, naive = (
+        program_verdict(read_records(RESULTS / f"advise-{name}.jsonl"))
+        for name in ("vit_h200", "slow_h200")
+    )
+    assert vit is not None
+    assert naive is not None
+    assert "attention" in " ".join(one.label for one in vit.parts)
+    assert "attention" not in " ".join(one.label for one in naive.parts)
+
+
+def test_every_part_is_defined_in_the_glossary_the_page_and_by_a_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from stepscope.cli import main
+
+    glossary = (RESULTS.parent / "docs" / "glossary.md").read_text()
+    for label, kind in parts.KINDS.items():
+        assert f"| **{label}** | `{kind.code}` | {kind.definition} |" in glossary
+    record = str(RESULTS / "advise-slow_h200.jsonl")
+    assert main(["advise", record, "--out", str(tmp_path), "--explain"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    slow = parts.KINDS[parts.SLOW_MATMULS].definition
+    assert slow in printed
+    assert slow in (tmp_path / "advise-slow_h200-advice.html").read_text().replace("&#39;", "'")
+    assert main(["advise", record, "--out", str(tmp_path)]) == 0
+    assert slow not in " ".join(capsys.readouterr().out.split())

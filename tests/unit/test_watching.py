@@ -215,7 +215,7 @@ def test_outermost_models_of_the_parameters_are_found() -> None:
 def planted(rank: int, late_ns: int, record: Record) -> Record:
     import msgspec
 
-    starts = [[1_000_000 + late_ns], [9_000_000 + late_ns]]
+    starts = [[(1 + 8 * step) * 1_000_000 + late_ns] for step in range(6)]
     return msgspec.structs.replace(
         record,
         config=record.config | {"rank": rank, "ranks": 2},

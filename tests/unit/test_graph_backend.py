@@ -1,0 +1,476 @@
+"""The graph backend: gradients are those of the model as it is, whatever a pass replaced."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from stepscope.acceleration.backend import GraphReport, backend, graph_reports
+from stepscope.errors import UsageError
+
+VOCAB, WIDTH, HEADS, KEY_HEADS, LAYERS = 48, 32, 4, 2, 2
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped keys, in the spelling that `attend` has."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        size = WIDTH // HEADS
+        self.q = nn.Linear(WIDTH, HEADS * size, bias=False)
+        self.kv = nn.Linear(WIDTH, 2 * KEY_HEADS * size, bias=False)
+        self.o = nn.Linear(HEADS * size, WIDTH, bias=False)
+        self.attend = attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.q(x).view(batch, length, HEADS, -1).transpose(1, 2)
+        k, v = self.kv(x).view(batch, length, 2 * KEY_HEADS, -1).transpose(1, 2).chunk(2, 1)
+        group = HEADS // KEY_HEADS
+        k, v = (
+            y[:, :, None].expand(-1, -1, group, -1, -1).reshape(batch, HEADS, length, -1)
+            for y in (k, v)
+        )
+        out = self.attend(q, k, v)
+        return self.o(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Block(nn.Module):
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attention = Attention(attend)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.activation: Callable[[Tensor], Tensor] = functional.gelu
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.down(self.activation(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block(attend) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.logits(ids[:, :-1])
+        return functional.cross_entropy(logits.float().view(-1, VOCAB), ids[:, 1:].reshape(-1))
+
+
+def sdpa_flag(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def sdpa_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    at = torch.arange(q.shape[-2])
+    return functional.scaled_dot_product_attention(q, k, v, at[None] <= at[:, None])
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    mask = torch.tril(torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool))
+    return torch.softmax(scores.masked_fill(~mask, float("-inf")), -1) @ v
+
+
+def einsums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Einsums and a softmax of elementary operators."""
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5
+    at = torch.arange(q.shape[-2])
+    scores = torch.where(at[None] <= at[:, None], scores, -torch.inf)
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    weights = weights / weights.sum(-1, keepdim=True)
+    return torch.einsum("bhqk,bhkd->bhqd", weights, v)
+
+
+def ids_of(length: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB, (2, length), generator=generator)
+
+
+def compiled(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(model, backend=backend, options={"compiler": "aot_eager", **options})
+
+
+def compared(model: nn.Module, lengths: tuple[int, ...] = (9, 9), **options: Any) -> GraphReport:
+    """Train on batches with both, compare losses and gradients, and return the first report."""
+    original = copy.deepcopy(model)
+    before = len(graph_reports())
+    run = compiled(model, **options)
+    for seed, length in enumerate(lengths):
+        ids = ids_of(length, seed)
+        losses = [run(ids), original(ids)]
+        for one, loss in zip((model, original), losses, strict=True):
+            one.zero_grad()
+            loss.backward()
+        torch.testing.assert_close(losses[0], losses[1])
+        for (name, found), expected in zip(
+            model.named_parameters(), original.parameters(), strict=True
+        ):
+            torch.testing.assert_close(found.grad, expected.grad, msg=name, atol=1e-5, rtol=1e-4)
+    return graph_reports()[before]
+
+
+@pytest.mark.parametrize("attend", [sdpa_mask, naive, einsums])
+def test_a_model_of_own_classes_is_replaced_by_its_operators(attend: Any) -> None:
+    report = compared(Model(attend))
+    assert [x.name for x in report.applied] == ["head and loss", *["attention"] * LAYERS]
+    assert all("causal" in x.what for x in report.applied[1:])
+    assert not report.left
+    assert report.applied[1].line.startswith(__file__)
+
+
+def test_lengths_may_change() -> None:
+    compared(Model(sdpa_mask), (9, 7, 12))
+
+
+def test_blocks_are_regions_that_are_compiled_once() -> None:
+    report = compared(Model(sdpa_flag))
+    assert (report.regions.count, report.regions.compiled) == (LAYERS + 2, 3)
+
+
+def test_no_module_list_is_needed_and_one_region_is_right() -> None:
+    report = compared(nn.Sequential(nn.Embedding(VOCAB, 4), nn.Linear(4, 4), Sum()))
+    assert report.regions.count == 1
+
+
+class Sum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().sum()
+
+
+class Scaled(Model):
+    """Each block reads its own element of a shared parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(sdpa_flag)
+        self.blocks.append(Block(sdpa_flag))
+        self.scales = nn.Parameter(torch.linspace(0.5, 1.5, 3))
+
+    def logits(self, ids: Tensor) -> Tensor:
+        x = first = self.embedding(ids)
+        for number, block in enumerate(self.blocks):
+            x = block(self.scales[number] * x + first)
+        return self.head(x)
+
+
+def test_an_element_of_a_shared_parameter_does_not_make_blocks_differ() -> None:
+    report = compared(Scaled())
+    assert (report.regions.count, report.regions.compiled) == (5, 4)
+
+
+def soft_capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.tanh(q @ k.transpose(-2, -1) * 0.3 / 20.0) * 20.0
+    at = torch.arange(q.shape[-2])
+    visible = (at[None] <= at[:, None]) & (at[None] > at[:, None] - 4)
+    return torch.softmax(scores + torch.where(visible, 0.0, -torch.inf), -1) @ v
+
+
+def test_window_and_soft_cap_run_in_the_kernels() -> None:
+    report = compared(Model(soft_capped), (9, 9), kernels=True)
+    words = {x.what for x in report.applied if x.name == "attention"}
+    assert words == {"naive, causal, window 4, soft cap 20, grouped"}
+
+
+def test_without_kernels_rules_stay_as_they_are() -> None:
+    report = compared(Model(soft_capped), kernels=False)
+    assert {x.reason for x in report.left} == {"no kernel for its rules on this device"}
+
+
+def test_packed_documents_run_in_the_kernels() -> None:
+    class Packed(Model):
+        def logits(self, ids: Tensor) -> Tensor:
+            number = (ids % 5 == 0).cumsum(-1)
+            same = number[:, None, :, None] == number[:, None, None, :]
+            at = torch.arange(ids.shape[-1])
+            mask = same & (at[None] <= at[:, None])
+            x = self.embedding(ids)
+            for block in self.blocks:
+                block.attention.attend = lambda q, k, v: functional.scaled_dot_product_attention(
+                    q, k, v, mask
+                )
+                x = block(x)
+            return self.head(x)
+
+    original, model = Packed(sdpa_flag), Packed(sdpa_flag)
+    run = compiled(model, kernels=True)
+    ids = ids_of(12)
+    losses = run(ids), original(ids)
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[0], losses[1])
+    for found, expected in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, atol=1e-5, rtol=1e-4)
+    assert any("documents" in x.what for x in graph_reports()[-1].applied)
+
+
+class LocalSpan(Model):
+    """A span that no name reveals, longer than the first batch."""
+
+    def __init__(self) -> None:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            at = torch.arange(q.shape[-2])
+            distance = at[:, None] - at[None]
+            mask = (distance >= 0) & (distance < 10)
+            return functional.scaled_dot_product_attention(q, k, v, mask)
+
+        super().__init__(attend)
+
+
+def test_a_span_longer_than_the_first_batch_is_not_taken_for_causal() -> None:
+    compared(LocalSpan(), (6, 16), kernels=False)
+
+
+class Clamped(Model):
+    def __init__(self) -> None:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q.clamp_(-0.05, 0.05)
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        super().__init__(attend)
+
+
+def test_clamps_in_place_are_kept() -> None:
+    report = compared(Clamped())
+    assert report.regions.count == LAYERS + 2
+
+
+def test_what_changes_later_is_seen() -> None:
+    model = Model(sdpa_flag)
+    original = copy.deepcopy(model)
+    run = compiled(model)
+    ids = ids_of(9)
+    run(ids)
+    for one in (model, original):
+        one.blocks[1].activation = functional.relu
+        one.blocks[0].norm.eps = 0.5
+        one.head.weight.requires_grad_(False)
+    torch.testing.assert_close(run(ids), original(ids))
+
+
+class Recording(Model):
+    """Keeps a regularizer as an attribute, and counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(sdpa_flag)
+        self.register_buffer("count", torch.zeros(()))
+
+    def logits(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        self.count += 1
+        for block in self.blocks:
+            x = block(x)
+        self.extra = x.abs().mean()
+        return self.head(x)
+
+
+def test_side_effects_remain() -> None:
+    model = Recording()
+    original = copy.deepcopy(model)
+    run = compiled(model)
+    ids = ids_of(9)
+    for _ in range(2):
+        run(ids), original(ids)
+    torch.testing.assert_close(model.extra, original.extra)
+    model.extra.backward()
+    original.extra.backward()
+    torch.testing.assert_close(model.embedding.weight.grad, original.embedding.weight.grad)
+    assert model.count == 2
+
+
+class Returning(Model):
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = self.logits(ids[:, :-1])
+        return functional.cross_entropy(logits.view(-1, VOCAB), ids[:, 1:].reshape(-1)), logits
+
+
+def test_logits_that_are_returned_are_tensors() -> None:
+    model = Returning(sdpa_flag)
+    loss, logits = compiled(model)(ids_of(9))
+    assert torch.is_tensor(logits)
+    assert logits.shape == (2, 8, VOCAB)
+    assert [x.reason for x in graph_reports()[-1].left] == ["its logits are used elsewhere"]
+    loss.backward()
+    assert model.head.weight.grad is not None
+
+
+def loss_with(**settings: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda logits, targets: functional.cross_entropy(logits, targets, **settings)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (loss_with(reduction="sum"), None),
+        (loss_with(ignore_index=3), None),
+        (loss_with(label_smoothing=0.1), "labels are smoothed"),
+        (loss_with(weight=torch.ones(VOCAB)), "classes have weights"),
+        (lambda x, t: functional.cross_entropy(x, t, reduction="none").mean(),
+         "losses are not reduced"),
+        (lambda x, t: functional.cross_entropy(x[:, :40], t % 40), "logits are cut"),
+        (lambda x, t: functional.cross_entropy(20 * torch.tanh(x / 20), t),
+         "its logits are computed by aten.mul.Tensor"),
+        (lambda x, t: functional.cross_entropy(x.half().float(), t), "logits are rounded"),
+        (lambda x, t: functional.cross_entropy(x[2:], t[2:]), None),
+    ],
+)  # fmt: skip
+def test_losses(loss: Any, reason: str | None) -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(VOCAB, WIDTH)
+            self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            targets = ids[:, 1:].reshape(-1)
+            logits = self.head(self.embedding(ids[:, :-1])).reshape(-1, VOCAB)
+            return loss(logits, targets)
+
+    report = compared(WithLoss())
+    assert [x.reason for x in report.left] == ([] if reason is None else [reason])
+    assert len(report.applied) == (reason is None)
+
+
+def test_autocast_around_the_model() -> None:
+    model = Model(naive)
+    original = copy.deepcopy(model)
+    run = compiled(model)
+    ids = ids_of(9)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = run(ids), original(ids)
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[0], losses[1], atol=2e-2, rtol=2e-2)
+    expected = original.head.weight.grad
+    error = (model.head.weight.grad - expected).norm() / expected.norm()
+    assert error < 3e-2
+
+
+def test_an_opaque_mask_and_dropout_stay() -> None:
+    class Opaque(Model):
+        def __init__(self) -> None:
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                mask = self.padding[:, None, None, : q.shape[-2]]
+                return functional.scaled_dot_product_attention(q, k, v, mask)
+
+            super().__init__(attend)
+            self.register_buffer("padding", torch.rand(2, 32) > 0.2)
+
+    model = Opaque()
+    compiled(model)(ids_of(9))
+    reasons = {x.reason for x in graph_reports()[-1].left}
+    assert reasons == {"its mask does not follow from positions"}
+
+
+def test_no_grad_inside_of_a_block() -> None:
+    class Frozen(Model):
+        def __init__(self) -> None:
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                with torch.no_grad():
+                    factor = q.abs().mean() + 1.0
+                return sdpa_flag(q * factor, k, v)
+
+            super().__init__(attend)
+
+    compared(Frozen())
+
+
+def test_what_cannot_be_traced_again_is_compiled_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from stepscope.acceleration import torch_internals
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(torch_internals, "retraced", refuse)
+    report = compared(Model(sdpa_flag))
+    assert report.failure == "RuntimeError: no such operator"
+    assert "no such operator" in str(report)
+
+
+class Doubled(torch.autograd.Function):
+    """Its gradient is not that of its operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        del ctx
+        return gradients[0] * 3
+
+
+@pytest.mark.parametrize(
+    ("activation", "operator"),
+    [
+        (Doubled.apply, "autograd_function_apply"),
+        (
+            lambda x: checkpoint(functional.gelu, x, use_reentrant=False),
+            "tag_activation_checkpoint",
+        ),
+    ],
+)
+def test_operators_on_graphs_keep_their_gradients(activation: Any, operator: str) -> None:
+    model = Model(sdpa_flag)
+    for block in model.blocks:
+        block.activation = activation
+    assert operator in str(compared(model).failure)
+
+
+def test_transforms_are_not_traced_again() -> None:
+    model = Model(sdpa_flag)
+    for block in model.blocks:
+        block.activation = torch.vmap(lambda row: row * torch.sigmoid(row.cumsum(0)))
+    assert "transform" in str(compared(model).failure)
+
+
+def test_passes_and_regions_can_be_turned_off() -> None:
+    report = compared(Model(sdpa_mask), passes=False, regions=False)
+    assert not report.outcomes
+    assert report.regions.count == 1
+
+
+@pytest.mark.parametrize("options", [{"pases": True}, {"compiler": "gcc"}])
+def test_unknown_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises((UsageError, torch._dynamo.exc.BackendCompilerFailed)):
+        torch.compile(Model(sdpa_flag), backend=backend, options=options)(ids_of(9))
+
+
+def test_the_backend_has_a_name_and_inductor_compiles_its_regions() -> None:
+    model = Model(naive)
+    original = copy.deepcopy(model)
+    run = torch.compile(model, backend="stepscope")
+    ids = ids_of(9)
+    for loss in (run(ids), original(ids)):
+        loss.backward()
+    for found, expected in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, atol=1e-5, rtol=1e-4)
