@@ -9,7 +9,7 @@ ifdef TORCH_INDEX
 PIP += --extra-index-url $(TORCH_INDEX)
 endif
 
-.PHONY: report test test-integrations lint format browser clean help
+.PHONY: report test test-integrations test-matrix lint format browser dist clean help
 
 help:
 	@echo 'make report    measure this machine, write stepscope-out/report.html'
@@ -17,6 +17,8 @@ help:
 	@echo 'make test-integrations   install other libraries, run the tests of programs that use them'
 	@echo 'make lint      style and types'
 	@echo 'make browser   install Chromium for the tests of the page'
+	@echo 'make dist      build wheel and sdist, try the wheel in an empty environment'
+	@echo 'make test-matrix   accelerate model families with several versions of torch and transformers'
 
 report: .venv/.use
 	$(BIN)/stepscope run $(ARGS)
@@ -27,6 +29,17 @@ test: .venv/.dev browser
 # In one process: the tests of a program share its runs.
 test-integrations: .venv/.integrations
 	$(BIN)/pytest tests/integrations --timeout 1800 $(ARGS)
+
+# Each pair of versions has an environment of its own under .venv/matrix.
+test-matrix: .venv/.dev
+	$(BIN)/python scripts/version_matrix.py $(ARGS)
+
+dist: .venv/.dev
+	rm -rf dist build
+	$(PIP) build twine
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	sh scripts/try_wheel.sh dist $(BIN)/python -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -55,9 +68,9 @@ browser:
 	@touch .venv/.use $@
 
 .venv/.integrations: .venv/.dev
-	@echo 'installing transformers, Accelerate, PEFT, Lightning, timm, torchvision and a notebook kernel'
+	@echo 'installing transformers, Accelerate, PEFT, Lightning and a notebook kernel'
 	$(PIP) -e '.[dev,integrations]'
 	@touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache stepscope-out
+	rm -rf .venv .mypy_cache .ruff_cache stepscope-out dist build
