@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -23,7 +24,7 @@ from stepscope.parallel import Limits, RankFailed, World, launch
 from stepscope.parallel.heartbeat import HEARTBEAT
 from stepscope.parallel.model_layout import require_same_layout
 
-LIMITS = Limits(start=60.0, step=4.0, beat=4.0, total=120.0)
+LIMITS = Limits(start=60.0, step=4.0, beat=3.0, total=120.0)
 """Long enough for a busy machine. `benchmarks/rank_faults.py` checks the time limits."""
 FAR_TOO_LONG_S = 30.0
 FAULTY_STEP = 3
@@ -54,6 +55,9 @@ def fail(fault: str) -> None:
         time.sleep(60)
     elif fault == "is stuck":
         time.sleep(60)
+    elif fault == "holds the GIL":
+        while True:
+            ctypes.PyDLL(None).sleep(60)
 
 
 def test_every_rank_returns_its_result(tmp_path: Path) -> None:
@@ -66,8 +70,9 @@ def test_every_rank_returns_its_result(tmp_path: Path) -> None:
         ("dies", "rank 1 died of SIGKILL at step 3"),
         ("exits", "rank 1 ended with exit code 7 at step 3"),
         ("raises", "rank 1 raised ValueError: no such token at step 3"),
-        ("is stopped", "rank 1 stopped: no heartbeat for 4 s at step 3"),
+        ("is stopped", "rank 1 stopped: no heartbeat for 3 s at step 3"),
         ("is stuck", "rank 1 is stuck: no progress for 4 s at step 3"),
+        ("holds the GIL", "rank 1 stopped: no heartbeat for 3 s at step 3"),
     ],
 )
 def test_a_fault_is_reported(tmp_path: Path, fault: str, message: str) -> None:
@@ -81,7 +86,7 @@ def test_a_fault_is_reported(tmp_path: Path, fault: str, message: str) -> None:
     assert not psutil.pid_exists(int(pid))
     if fault not in ("dies", "exits"):
         assert "in fail" in caught.value.stacks[1]
-    if fault in ("is stopped", "is stuck"):
+    if fault in ("is stopped", "is stuck", "holds the GIL"):
         assert "all_reduce" in caught.value.stacks[0]
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import psutil
@@ -23,6 +25,8 @@ import psutil
 BEAT_EVERY_S = 0.1
 _FIELDS = 8
 """Fields of 8 bytes per rank; the first ones are those of `Pulse`."""
+_STACKS_REQUESTED = 6
+"""Index of the field that is 1 once the supervisor has asked for the stacks of all threads."""
 
 
 class State(IntEnum):
@@ -52,6 +56,7 @@ class Page:
     """The pulses of all ranks of a job in one memory-mapped file."""
 
     def __init__(self, path: Path, ranks: int) -> None:
+        self._folder = path.parent
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), ranks * _FIELDS * 8)
         # Written field by field, 8 aligned bytes at a time, so a reader never sees a torn value.
@@ -108,6 +113,20 @@ class Page:
         if state is not None:
             self._numbers[base + 3] = state
 
+    def request_stacks(self, rank: int) -> None:
+        self._numbers[rank * _FIELDS + _STACKS_REQUESTED] = 1
+
+    def stacks_requested(self, rank: int) -> bool:
+        return bool(self._numbers[rank * _FIELDS + _STACKS_REQUESTED])
+
+    def main_stack_file(self, rank: int) -> Path:
+        """Written by a signal handler: also if a call that holds the GIL never returns."""
+        return self._folder / f"stack-{rank}"
+
+    def stacks_file(self, rank: int) -> Path:
+        """Stacks of all threads, written by the heartbeat."""
+        return self._folder / f"stacks-{rank}"
+
     def close(self) -> None:
         self._times.release()
         self._numbers.release()
@@ -149,8 +168,12 @@ class Heartbeat:
             self._page.write(self._rank, cpu_s=time.process_time(), **fields)
 
     def _beat(self) -> None:
+        answered = False
         while True:
             self._update(beat_s=time.monotonic())
+            if not answered and self._page is not None and self._page.stacks_requested(self._rank):
+                _write_stacks(self._page.stacks_file(self._rank))
+                answered = True
             if not _alive(self._supervisor):
                 # No process waits for the result any more, and none would end this process.
                 for process in descendants(os.getpid()):
@@ -158,6 +181,27 @@ class Heartbeat:
                         process.kill()
                 os._exit(1)
             time.sleep(BEAT_EVERY_S)
+
+
+def _write_stacks(path: Path) -> None:
+    """Write the stacks of all other threads atomically, as faulthandler formats them.
+
+    faulthandler itself reads the frames of threads while they run, which can crash the process.
+    """
+    stacks = []
+    for thread, frame in sys._current_frames().items():
+        if thread == threading.get_ident():
+            continue
+        lines = [f"Thread 0x{thread:016x} (most recent call first):"]
+        at: FrameType | None = frame
+        while at is not None:
+            code = at.f_code
+            lines.append(f'  File "{code.co_filename}", line {at.f_lineno} in {code.co_name}')
+            at = at.f_back
+        stacks.append("\n".join(lines) + "\n")
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text("\n".join(stacks))
+    unfinished.rename(path)
 
 
 def _alive(process: psutil.Process) -> bool:

@@ -59,10 +59,12 @@ def run_rank(
     supervisor: int,
 ) -> Result:
     job, rank = Path(folder), int(os.environ["RANK"])
-    # Stays open while the process lives: the signal handler writes to it.
-    stacks = (job / f"stack-{rank}").open("w")
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    HEARTBEAT.start(Page(job / "pulses", int(os.environ["WORLD_SIZE"])), rank, supervisor)
+    page = Page(job / "pulses", int(os.environ["WORLD_SIZE"]))
+    # Stays open while the process lives: the signal handler writes to it. Only the thread that runs
+    # the handler is safe to read; the heartbeat writes the stacks of all threads.
+    stack = page.main_stack_file(rank).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    HEARTBEAT.start(page, rank, supervisor)
     torch.set_num_threads(threads)
     with _reported(job / f"raised-{rank}", connected=False):
         _import_main(main)

@@ -396,21 +396,24 @@ class JobWatch:
         raise RankFailed(cause, pulses[cause].step, what, stacks)
 
     def _stacks(self, *ranks: int) -> dict[int, str]:
-        """Stack traces of the ranks. SIGCONT wakes a stopped rank so that it answers as well."""
+        """Stack traces of the ranks: those of all threads, or of the main thread of a rank in which
+        no other thread gets the GIL. SIGCONT wakes a stopped rank so that it answers as well."""
         requested = ranks or tuple(self._ranks)
+        for rank in requested:
+            self._page.request_stacks(rank)
         self._signal(signal.SIGUSR1, *requested)
         self._signal(signal.SIGCONT, *requested)
         until = time.monotonic() + _STACK_WAIT_S
-        files = {rank: self._job / f"stack-{rank}" for rank in requested}
-        before: list[int] = []
-        while time.monotonic() < until:
-            sizes = [file.stat().st_size if file.exists() else 0 for file in files.values()]
-            # All have answered, and none is still writing.
-            if all(sizes) and sizes == before:
-                break
-            before = sizes
+        files = [self._page.stacks_file(rank) for rank in requested]
+        while time.monotonic() < until and not all(file.exists() for file in files):
             time.sleep(_POLL_S)
-        return {rank: file.read_text() for rank, file in files.items() if file.exists()}
+        stacks = {}
+        for rank in requested:
+            for file in (self._page.stacks_file(rank), self._page.main_stack_file(rank)):
+                if file.exists():
+                    stacks[rank] = file.read_text()
+                    break
+        return stacks
 
     def _signal(self, signal_number: signal.Signals, *ranks: int) -> None:
         for rank in ranks or self._ranks:

@@ -119,7 +119,7 @@ def _stacks(failed: RankFailed, users: str) -> str:
 
 
 def _users_line(stack: str, users: str) -> str:
-    """The innermost line of the user's code in a traceback or a dump of faulthandler."""
+    """The innermost line of the user's code in a traceback or a dump of the stacks."""
     files = [(m[1], m[2]) for m in _IN_USERS_FILE.finditer(stack) if in_folder(m[1], users)]
     if not files:
         return ""
