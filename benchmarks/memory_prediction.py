@@ -1,57 +1,86 @@
-"""Predicted and measured peak memory of every eager step in a file of records.
+"""`stepscope.predict` against the peaks that CUDA's allocator reported for the same models.
 
-    python benchmarks/memory_prediction.py [results/h200.jsonl]
+    python benchmarks/memory_prediction.py --out results/memory-prediction.jsonl
 
-Cases of one run share a process, so the cuBLAS workspace of the backward's thread already exists
-for all but the first. The remaining error is the placement of blocks in the allocator's cache.
+Predicts each recorded row of `acceleration.py` as it is (form "plain": eager, bfloat16 autocast,
+fused AdamW) on fake tensors, which needs no GPU, and compares it with the recorded peak. A row whose
+library is missing is skipped with the reason.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
+import argparse
+import json
+import time
 from pathlib import Path
+from typing import Any
 
-from stepscope.analysis.predict.plan import StepPlan
-from stepscope.analysis.predict.step import predict
-from stepscope.model.sizes import find_size, with_overrides
-from stepscope.records.jsonl import read_records
+import torch
+from acceleration import loss_function
+from acceleration_rows import ROWS, Row
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "h200.jsonl"
+import stepscope
+
+RECORD = Path(__file__).resolve().parents[1] / "results" / "acceleration_h200.jsonl"
 
 
-def main(path: Path) -> None:
-    errors: list[float] = []
-    for record in read_records(path):
-        work, peak = record.config, record.quantity("peak_bytes")
-        if record.study != "benchmark" or peak is None or work["compile"] != "no":
-            continue
-        model = with_overrides(
-            find_size(work["size"], work["table"]), context=work["context"], **work["overrides"]
-        )
-        predicted = predict(
-            StepPlan(
-                model=model,
-                batch=work["batch"],
-                context=work["context"],
-                dtype=work["dtype"],
-                attention=work["attention"],
-                mode=work["mode"],
-                optimizer=work["optimizer"],
-                used_before=bool(errors),
-            )
-        ).peak
-        errors.append(predicted.allocated / peak - 1)
-        print(
-            f"{record.case:<58} {peak / 2**30:8.3f} GiB measured,"
-            f" {predicted.allocated / 2**30:8.3f} predicted, {errors[-1]:+.2%} ({predicted.phase})"
-        )
-    sizes = sorted(map(abs, errors))
-    print(
-        f"{len(errors)} peaks: median error {statistics.median(sizes):.3%},"
-        f" {sizes[int(0.9 * len(sizes))]:.3%} in nine of ten, {sizes[-1]:.3%} at most"
+def recorded_peaks() -> dict[str, float]:
+    """GiB of each row as it is, in its latest record."""
+    lines = map(json.loads, RECORD.read_text().splitlines())
+    return {
+        line["row"]: line["peak_gib"]
+        for line in lines
+        if line.get("form") == "plain" and "peak_gib" in line
+    }
+
+
+def batch_of(row: Row) -> Any:
+    count, length, _ = row.shape
+    if row.family == "vit":
+        return torch.zeros(count, 3, length, length), torch.zeros(count, dtype=torch.long)
+    tokens = torch.zeros(count, length, dtype=torch.long)
+    if row.family in ("own", "pairs"):
+        return tokens, tokens.clone()
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def predicted(row: Row, measured_gib: float) -> dict[str, Any]:
+    started = time.perf_counter()
+    with torch.device("meta"):
+        model = row.build(False).train()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    prediction = stepscope.predict(
+        model, optimizer, batch_of(row), loss_fn=loss_function(row), dtype=torch.bfloat16
     )
+    gib = prediction.peak.allocated / 2**30
+    return {
+        "row": row.name,
+        "measured_gib": measured_gib,
+        "predicted_gib": gib,
+        "error": gib / measured_gib - 1,
+        "predicted_reserved_gib": prediction.reserved / 2**30,
+        "seconds": time.perf_counter() - started,
+        "torch": torch.__version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write a line of JSON for each row")
+    options = parser.parse_args()
+    lines = []
+    for name, gib in recorded_peaks().items():
+        try:
+            line = predicted(ROWS[name], gib)
+        except (ImportError, RuntimeError) as error:
+            print(f"{name}: skipped, {str(error).splitlines()[0]}")
+            continue
+        lines.append(line)
+        print(f"{name:20} {line['predicted_gib']:8.3f} GiB predicted, {gib:8.3f} GiB measured, "
+              f"{line['error']:+.2%}, {line['seconds']:.0f} s", flush=True)  # fmt: skip
+    if options.out is not None:
+        options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+    main()

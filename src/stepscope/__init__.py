@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from stepscope.acceleration.capture import capture
     from stepscope.acceleration.train_step import TrainStep
     from stepscope.advisor.scope.library import Scope
+    from stepscope.planning.predict import predict
 
-__all__ = ["Scope", "TrainStep", "__version__", "accelerate", "capture"]
+__all__ = ["Scope", "TrainStep", "__version__", "accelerate", "capture", "predict"]
 
 _MODULES = {
     "Scope": "stepscope.advisor.scope.library",
     "TrainStep": "stepscope.acceleration.train_step",
     "accelerate": "stepscope.acceleration.accelerate",
     "capture": "stepscope.acceleration.capture",
+    "predict": "stepscope.planning.predict",
 }
 """Modules of the names that need torch, which nothing else in this module does."""
 

@@ -62,9 +62,10 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     | {"stepscope.report.blocks", "stepscope.report.format", "stepscope.report.tables"}
     | TOOLS,
     "studies": {"acceleration", "model", "attention", "kernels", "optim", "parallel", "measure"}
-    | {"analysis", "records", "published"}
+    | {"analysis", "planning", "records", "published"}
     | {"stepscope.report.blocks", "stepscope.report.format", "stepscope.report.tables"}
     | TOOLS,
+    "planning": {"acceleration", "measure", "analysis", "records"},
     "acceleration": {"attention", "kernels", "optim"} | TOOLS,
     "measure": {"records"} | TOOLS,
     "analysis": {"records", "stepscope.attention.registry"} | LEAVES - {"stepscope.model.sizes"},

@@ -230,14 +230,7 @@ class TrainStep:
         if self._loss_fn is not None:
             function = partial(self._loss_fn, self.model, batch)
             return _scalar(with_deferred_logits(self.model, function), "loss_fn")
-        with _without_cache(self.model):
-            if isinstance(batch, Mapping):
-                output = self.model(**batch)
-            elif isinstance(batch, (list, tuple)):
-                output = self.model(*batch)
-            else:
-                output = self.model(batch)
-        return _scalar(_loss_of(output), "the model")
+        return loss_of(self.model, batch)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._dtype is None:
@@ -322,7 +315,19 @@ def _caching_config(module: nn.Module) -> Any:
     return None if getattr(config, "num_kv_shared_layers", 0) else config
 
 
-def _loss_of(output: Any) -> Any:
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """Call a model with a batch, and return the loss in its output."""
+    with _without_cache(model):
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        elif isinstance(batch, (list, tuple)):
+            output = model(*batch)
+        else:
+            output = model(batch)
+    return _scalar(_loss_in(output), "the model")
+
+
+def _loss_in(output: Any) -> Any:
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):

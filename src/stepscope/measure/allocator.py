@@ -6,7 +6,7 @@ import contextlib
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -15,6 +15,18 @@ from stepscope.records.memory import Standing
 
 HISTORY_ENTRIES = 200_000
 """Maximum allocations and frees in a recording; a step of the largest size has a tenth of that."""
+
+
+class Statistics(Protocol):
+    """Bytes of an allocator, as a memory ledger reads them."""
+
+    def allocated(self) -> int: ...
+
+    def peak(self) -> int: ...
+
+    def reset_peak(self) -> None: ...
+
+    def requested(self) -> int: ...
 
 
 class CudaAllocator:

@@ -50,14 +50,14 @@ class CudaAutocast(TorchFunctionMode):
         self, function: Any, _: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
-        dtype = self._dtype_of(rule_name(function), (arguments, keywords))
+        dtype = self.dtype_of(rule_name(function), (arguments, keywords))
         if dtype is not None:
             arguments, keywords = tree_map(
                 lambda leaf: leaf.to(dtype) if _is_cast(leaf) else leaf, (arguments, keywords)
             )
         return function(*arguments, **keywords)
 
-    def _dtype_of(self, name: str, inputs: Any) -> torch.dtype | None:
+    def dtype_of(self, name: str, inputs: Any) -> torch.dtype | None:
         """The dtype in which an operator runs; None if it keeps that of its inputs."""
         if name in NARROW:
             return self.dtype

@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import _disable_current_modes
 
-from stepscope.measure.allocator import CudaAllocator
+from stepscope.measure.allocator import Statistics
 from stepscope.measure.hooks import after_gradient, around_calls
 from stepscope.measure.memory_timeline import MemoryTimeline
 from stepscope.measure.modules import all_named_parts, model_names
@@ -50,7 +50,7 @@ _NOT_OF_THE_PROGRAM = tuple(
     f"{folder}{os.sep}"
     for folder in (
         Path(torch.__file__).parent,
-        *(Path(__file__).parents[1] / package for package in ("measure", "advisor")),
+        *(Path(__file__).parents[1] / package for package in ("measure", "advisor", "planning")),
     )
 )
 """Full paths of torch and of the instruments: the user's program may have folders of these names.
@@ -61,7 +61,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
     """Attributes all live storages while a step runs inside `watching`; `begin` starts a phase."""
 
     def __init__(
-        self, device: torch.device, allocator: CudaAllocator | None, library_bytes: int = 0
+        self, device: torch.device, allocator: Statistics | None, library_bytes: int = 0
     ) -> None:
         super().__init__(device)
         self.saved: list[SavedTensor] = []
@@ -167,7 +167,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         line = RECOMPUTED if again else TEMPORARIES
         self._add(line, size)
         if operator and size > self.largest[0]:
-            self.largest = (size, operator, _line_of_code())
+            self.largest = (size, operator, line_of_code())
         return LiveStorage(size, operator, line)
 
     def freed(self, storage: LiveStorage) -> None:
@@ -252,7 +252,7 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
                 shape=_known_sizes(tensor),
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 bytes=sum(storage.bytes for storage in storages),
-                code=_line_of_code(),
+                code=line_of_code(),
             )
         )
 
@@ -305,7 +305,7 @@ def _called_by(file: str) -> bool:
     return False
 
 
-def _line_of_code() -> str:
+def line_of_code() -> str:
     """The innermost line outside of torch and of the instruments. Autograd runs the backward pass
     on a GPU in a separate thread without Python frames; then it is the line where the main thread
     waits.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction, predict
@@ -14,8 +17,21 @@ from stepscope.model.checkpointing import NONE
 from stepscope.model.config import precision
 from stepscope.studies.training.shape import ShapeFlags, model_shape, size_name
 
+if TYPE_CHECKING:
+    from stepscope.planning.predict import MemoryPrediction
+    from stepscope.studies.own.prediction import ModelPlan
+
+_OF_MODELS = {"model", "batch", "dtype", "optimizer", "checkpoint", "budget", "json"}
+"""Options that apply to a model of a user."""
+_OPTIMIZERS = {"torch": "adamw", "torch-fused": "adamw-fused"}
+"""Optimizers of a user's model, by their names in this command."""
+
 
 class PredictOptions(ShapeFlags, frozen=True, kw_only=True):
+    model: str = ""
+    """A model of your own: package.module:function, as in `stepscope run own`. It is built and run
+    on fake tensors, in eager mode; --batch, --dtype, --optimizer (torch, torch-fused), --checkpoint
+    (no, blocks), --budget and --json apply."""
     context: tuple[int, ...] = (512,)
     """Sequence lengths in tokens."""
     batch: int = 4
@@ -49,7 +65,8 @@ class PredictOptions(ShapeFlags, frozen=True, kw_only=True):
     """Capture the full step as CUDA graphs."""
     checkpoint: str = NONE
     """Activation checkpointing: no; segments of 1, 2, 4, … blocks; nested segments such as 8-1 (8
-    blocks, recomputed one by one); nested (halved recursively)."""
+    blocks, recomputed one by one); nested (halved recursively); with --model, blocks (each entry of
+    its ModuleLists)."""
     ranks: int = 1
     """Data-parallel ranks, each with its own batch."""
     sharding: Literal["none", "optimizer", "full"] = "none"
@@ -67,6 +84,8 @@ class PredictOptions(ShapeFlags, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.budget is not None and not 0 < self.budget < 2**40:
             raise UsageError(f"--budget is {self.budget}", "give GiB, such as 80")
+        if self.model:
+            _check_applies(self)
         if self.sharding != "none" and self.ranks == 1:
             raise UsageError(
                 f"--sharding {self.sharding} with one rank", "give the number of ranks with --ranks"
@@ -81,8 +100,9 @@ def main(words: list[str]) -> int:
         "Predict the peak memory of each phase of a training step, from the configuration alone.\n"
         "The step is simulated operator by operator, in eager mode, with the rounding of CUDA's\n"
         "caching allocator. No GPU is needed. With --budget, the answer includes which changes\n"
-        "make the step fit.",
+        "make the step fit. With --model, the step is that of your own model.",
         (
+            "stepscope predict --model my_model:build --batch 8 --dtype bfloat16 --budget 80",
             "stepscope predict --size 2.7b --context 2048",
             "stepscope predict --size 2.7b --context 128 256 512 --dtype float32 bfloat16",
             "stepscope predict --size xl --table 2026 --context 2048 --budget 80",
@@ -93,6 +113,8 @@ def main(words: list[str]) -> int:
             " --optimizer stepscope-in-backward",
         ),
     )
+    if options.model:
+        return _predict_models(options)
     predictions = [
         (size_name(name, options.overrides), predict(_plan(options, name, context, dtype)))
         for name, context, dtype in itertools.product(options.size, options.context, options.dtype)
@@ -106,6 +128,70 @@ def main(words: list[str]) -> int:
         return 0
     _print(options, predictions)
     return 0
+
+
+def _check_applies(options: PredictOptions) -> None:
+    """Raise an error for a flag that describes a built-in model."""
+    for field in msgspec.structs.fields(options):
+        if field.name in _OF_MODELS or getattr(options, field.name) == field.default:
+            continue
+        flag = f"--{field.name.replace('_', '-')}"
+        raise UsageError(f"{flag} describes a built-in model", "leave it out with --model")
+    if options.optimizer not in _OPTIMIZERS:
+        raise UsageError(
+            f"--optimizer {options.optimizer} with --model", f"one of: {', '.join(_OPTIMIZERS)}"
+        )
+    if options.checkpoint not in (NONE, "blocks"):
+        raise UsageError(f"--checkpoint {options.checkpoint} with --model", "one of: no, blocks")
+
+
+def _predict_models(options: PredictOptions) -> int:
+    from stepscope.studies.own.prediction import ModelPlan, plans_that_fit, predict_model
+
+    plans = [
+        ModelPlan(
+            model=options.model,
+            batch=options.batch,
+            dtype=precision(dtype).name,
+            optimizer=_OPTIMIZERS[options.optimizer],
+            checkpoint=options.checkpoint == "blocks",
+        )
+        for dtype in options.dtype
+    ]
+    budget = None if options.budget is None else int(options.budget * 2**30)
+    answers = []
+    for plan in plans:
+        prediction = predict_model(plan)
+        fitting = () if budget is None else tuple(plans_that_fit(plan, budget))
+        answers.append((plan, prediction, fitting))
+    if options.json:
+        print(json_line({"predictions": [_facts_of_model(*answer) for answer in answers]}))
+        return 0
+    from stepscope.report.terminal import print_findings, print_table
+    from stepscope.studies.views import prediction as view
+
+    for plan, prediction, fitting in answers:
+        print_findings(view.model_findings(str(plan), prediction, budget, fitting))
+        print()
+        print_table(view.model_table(prediction))
+    return 0
+
+
+def _facts_of_model(
+    plan: ModelPlan,
+    prediction: MemoryPrediction,
+    fitting: Sequence[tuple[ModelPlan, MemoryPrediction]],
+) -> dict[str, object]:
+    return {
+        **plan._asdict(),
+        "peak_bytes": prediction.peak.allocated,
+        "reserved_bytes": prediction.reserved,
+        "phases": prediction.phases,
+        "assumed": prediction.assumed,
+        "fitting": [
+            {**other._asdict(), "peak_bytes": one.peak.allocated} for other, one in fitting
+        ],
+    }
 
 
 def _plan(options: PredictOptions, name: str, context: int, dtype: str) -> StepPlan:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from stepscope.analysis.conclusions import deduced
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit, fits
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction
-from stepscope.records.memory import SAVED, saved_bytes
+from stepscope.records.memory import OPTIMIZER, PARAMETERS, SAVED, saved_bytes
 from stepscope.report.blocks import Cell, Finding, Table, Value
 from stepscope.report.format import bytes_, percent
 from stepscope.report.tables import col, cols, table
 from stepscope.studies.training.workload import unusual_settings
+
+if TYPE_CHECKING:
+    from stepscope.planning.predict import MemoryPrediction
 
 _CONTEXT = "; CUDA's context and libraries, 0.5 to 1.5 GiB, come on top in `nvidia-smi`"
 _BLOCKS = "Blocks of the allocator, which are up to 1 MiB larger than the request."
@@ -142,6 +146,80 @@ def budget_finding(name: str, prediction: Prediction, budget: int) -> Finding:
             f" {bytes_(prediction.phases[0].allocated)}."
         ),
         tone="warn",
+        timed=False,
+    )
+
+
+def model_table(prediction: MemoryPrediction) -> Table:
+    """Live memory of a user's model at the peak of each phase."""
+    return lines_table(
+        "predicted-ledger",
+        "Live memory at the predicted peak of each phase",
+        [(peak.phase, peak.lines) for peak in prediction.phases],
+        [("sum", *(peak.allocated for peak in prediction.phases))],
+        caption=f"For the second step, which has optimizer state{_CONTEXT}. Lines that begin with"
+        f" “{SAVED.strip()}” are activations saved for backward.",
+    )
+
+
+def model_findings(
+    name: str,
+    prediction: MemoryPrediction,
+    budget: int | None,
+    fitting: Sequence[tuple[object, MemoryPrediction]],
+) -> list[Finding]:
+    peak = prediction.peak
+    saved = saved_bytes(peak.lines)
+    findings = [
+        Finding(
+            code="prediction.model-peak",
+            values={"model": name, "peak": peak.allocated, "phase": peak.phase, "saved": saved},
+            text=f"{name}: the predicted peak is {bytes_(peak.allocated)}, in the {peak.phase}"
+            f" phase, {bytes_(saved)} of it activations saved for backward; the allocator reserves"
+            f" {bytes_(prediction.reserved)}.",
+            timed=False,
+        )
+    ]
+    findings += [
+        Finding(
+            code="prediction.value-assumed",
+            values={"model": name, "line": line},
+            text=f"A value that depends on the weights was read at {line} and taken as zero: if it"
+            " decides what the step computes, its memory differs.",
+            tone="warn",
+            timed=False,
+        )
+        for line in prediction.assumed
+    ]
+    if budget is not None:
+        findings.append(_model_budget_finding(name, prediction, budget, fitting))
+    return findings
+
+
+def _model_budget_finding(
+    name: str,
+    prediction: MemoryPrediction,
+    budget: int,
+    fitting: Sequence[tuple[object, MemoryPrediction]],
+) -> Finding:
+    peak = prediction.peak.allocated
+    does = peak * MARGIN <= budget
+    listed = "; ".join(f"{plan} ({bytes_(other.peak.allocated)})" for plan, other in fitting)
+    kept = sum(prediction.peak.lines.get(line, 0) for line in (PARAMETERS, OPTIMIZER))
+    others = f" It fits with: {listed}." if listed else ""
+    needs = (
+        f" No batch fits: parameters and optimizer state alone have {bytes_(kept)}."
+        if not listed
+        else ""
+    )
+    return Finding(
+        code="prediction.model-fits" if does else "prediction.model-does-not-fit",
+        values={"model": name, "peak": peak, "budget": budget, "plans": len(fitting)},
+        text=f"{name} fits into {bytes_(budget)}, with a margin of {percent(MARGIN - 1)}."
+        if does
+        else f"{name} does not fit into {bytes_(budget)}: {bytes_(peak)} predicted, with a margin"
+        f" of {percent(MARGIN - 1)}.{others}{needs}",
+        tone="good" if does else "warn",
         timed=False,
     )
 

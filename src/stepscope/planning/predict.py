@@ -1,0 +1,207 @@
+"""`stepscope.predict`: memory of a training step of any model, from a run on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from stepscope.acceleration.train_step import loss_of
+from stepscope.acceleration.train_step_arguments import require_valid
+from stepscope.analysis.predict.allocator import Block, CachingAllocator
+from stepscope.measure.ledger import StorageLedger, line_of_code
+from stepscope.measure.tensors import LiveStorage
+from stepscope.planning.cuda_operators import (
+    CudaDtypes,
+    CudaOperators,
+    InPlaceSums,
+    use_cuda_defaults,
+)
+from stepscope.planning.fake_step import Fakes
+from stepscope.records.memory import INPUTS, PhasePeak, kind_of
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+WORKSPACE = 64 << 20
+"""Bytes that cuBLAS requests from the allocator on a Hopper GPU: once in the thread of the forward
+pass, and once in that of the backward pass."""
+_STEPS = 2
+"""The first step creates the state of the optimizer."""
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """Memory of the second step of a training, which has the state of the optimizer."""
+
+    phases: tuple[PhasePeak, ...]
+    """Bytes at the peak of forward, backward and optimizer, by line."""
+    reserved: int
+    """Bytes that the caching allocator has reserved."""
+    assumed: tuple[str, ...] = ()
+    """Lines of code that read a value which is not known; it was taken as zero."""
+
+    @property
+    def peak(self) -> PhasePeak:
+        return max(self.phases, key=lambda phase: phase.allocated)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Bytes at the peak by kind, the largest first."""
+        sizes: dict[str, int] = {}
+        for line, size in self.peak.lines.items():
+            sizes[kind_of(line)] = sizes.get(kind_of(line), 0) + size
+        return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+    def __str__(self) -> str:
+        rows = [(f"{size / 2**30:9.2f} GiB", kind) for kind, size in self.kinds.items() if size]
+        peak = self.peak
+        lines = [
+            f"predicted peak: {peak.allocated / 2**30:.2f} GiB, in the {peak.phase} phase",
+            *(f"{size}  {kind}" for size, kind in rows),
+        ]
+        lines += [f"a value was read at {line} and taken as zero" for line in self.assumed]
+        return "\n".join(lines)
+
+
+def predict(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    *,
+    loss_fn: LossFunction | None = None,
+    dtype: torch.dtype | None = None,
+    max_grad_norm: float | None = None,
+) -> MemoryPrediction:
+    """Predict the memory of a training step on a GPU, without running it.
+
+        with torch.device("meta"):
+            model = Model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        print(stepscope.predict(model, optimizer, batch, dtype=torch.bfloat16))
+
+    `batch`, `loss_fn`, `dtype` and `max_grad_norm` are those of `TrainStep`. The step runs twice on
+    fake tensors, in eager mode, with the operators of CUDA and the blocks of its caching allocator.
+    The model may be on any device, also on "meta"; it is copied and does not change.
+    """
+    require_valid({}, loss_fn, optimizer, max_grad_norm, dtype, None)
+    fakes = Fakes(line_of_code)
+    with fakes.active():
+        fake_model, fake_optimizer = fakes.copy(model, optimizer)
+        return predict_fake(
+            fakes,
+            fake_model,
+            fake_optimizer,
+            fakes.batch(batch),
+            loss_fn=loss_fn,
+            dtype=dtype,
+            max_grad_norm=max_grad_norm,
+        )
+
+
+def predict_fake(
+    fakes: Fakes,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    *,
+    loss_fn: LossFunction | None = None,
+    dtype: torch.dtype | None = None,
+    max_grad_norm: float | None = None,
+) -> MemoryPrediction:
+    """Predict the memory of a step of fake tensors, within `fakes.active()`."""
+    use_cuda_defaults(optimizer)
+    allocator = SimulatedAllocator()
+    ledger = PredictedLedger(allocator)
+    ledger.count((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), INPUTS)
+    for _ in range(_STEPS):
+        ledger.forget_peaks()
+        with ledger.watching(model, optimizer), InPlaceSums(), CudaOperators(), CudaDtypes():
+            ledger.begin("forward")
+            with torch.autocast("cpu", dtype) if dtype is not None else nullcontext():
+                loss = loss_of(model, batch) if loss_fn is None else loss_fn(model, batch)
+            ledger.begin("backward")
+            _backward(loss)
+            del loss
+            ledger.begin("optimizer")
+            if max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm, foreach=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            ledger.end()
+    return MemoryPrediction(
+        tuple(ledger.peaks), allocator.reserved + WORKSPACE, tuple(fakes.values.assumed)
+    )
+
+
+def _backward(loss: Tensor) -> None:
+    """`loss.backward()` with the modes of torch functions, which apply to what a checkpointed
+    segment computes again."""
+    torch.autograd.graph._engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True,
+        accumulate_grad=True,
+    )  # fmt: skip
+
+
+class SimulatedAllocator:
+    """The caching allocator of CUDA, of which nothing is allocated."""
+
+    def __init__(self) -> None:
+        self._blocks = CachingAllocator()
+        self._allocated = self._requested = self._peak = 0
+
+    @property
+    def reserved(self) -> int:
+        return self._blocks.reserved
+
+    def take(self, size: int) -> Block:
+        block = self._blocks.allocate(size)
+        self._allocated += block.size
+        self._requested += size
+        self._peak = max(self._peak, self._allocated)
+        return block
+
+    def release(self, block: Block, size: int) -> None:
+        self._allocated -= block.size
+        self._requested -= size
+        self._blocks.release(block)
+
+    def allocated(self) -> int:
+        return self._allocated + WORKSPACE
+
+    def peak(self) -> int:
+        return self._peak + WORKSPACE
+
+    def reset_peak(self) -> None:
+        self._peak = self._allocated
+
+    def requested(self) -> int:
+        return self._requested + WORKSPACE
+
+
+class PredictedLedger(StorageLedger):  # type: ignore[no-untyped-call]
+    """Memory ledger whose storages are fake and occupy simulated blocks."""
+
+    def __init__(self, allocator: SimulatedAllocator) -> None:
+        super().__init__(torch.device("cpu"), allocator, library_bytes=WORKSPACE)
+        self._simulated = allocator
+        self._blocks: dict[LiveStorage, Block] = {}
+
+    def made(self, size: int, operator: str) -> LiveStorage:
+        storage = super().made(size, operator)
+        if size:
+            self._blocks[storage] = self._simulated.take(size)
+        return storage
+
+    def freed(self, storage: LiveStorage) -> None:
+        block = self._blocks.pop(storage, None)
+        if block is not None:
+            self._simulated.release(block, storage.bytes)
+        super().freed(storage)
+
+    def forget_peaks(self) -> None:
+        self._peaks.clear()
