@@ -3,8 +3,8 @@
     python benchmarks/memory_prediction.py --out results/memory-prediction.jsonl
 
 Predicts each recorded row of `acceleration.py` as it is (form "plain": eager, bfloat16 autocast,
-fused AdamW) on fake tensors, which needs no GPU, and compares it with the recorded peak. A row whose
-library is missing is skipped with the reason.
+fused AdamW) on fake tensors, which needs no GPU, and compares it with the recorded peak. A row
+whose library is missing is skipped with the reason.
 """
 
 from __future__ import annotations

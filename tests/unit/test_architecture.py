@@ -49,6 +49,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         "advisor",
         "grading",
         "studies",
+        "planning",
         "report",
         "records",
         "analysis",

@@ -6,6 +6,7 @@ everywhere, and gets the operators, dtypes and defaults of CUDA here.
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any, Self
 from unittest.mock import patch
 
@@ -18,17 +19,61 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stepscope.measure.autocast_rules import NARROW, CudaAutocast
 
 _NO_GRAPH_TASK = -1
+_DIMENSIONS = 4
+"""Batch, heads, length, size of a head."""
 _UNSHARED = 4
 """References to a sum of gradients that nothing else has: the engine and the call of the mode."""
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
-    *arguments: Any, **keywords: Any
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Fused attention. That of a CPU has no dropout, for which CUDA's saves only a seed."""
-    del dropout_p
-    return _ATTENTION(query, key, value, attn_mask, 0.0, *arguments, **keywords)
+    """Attention as CUDA selects it: fused, with tensors of the size of its inputs, or naive."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    if _is_fused(query, key, attn_mask):
+        fused: Tensor = _FusedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+        return fused
+    naive: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return naive
+
+
+def _is_fused(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    if mask is not None and mask.requires_grad:
+        return False
+    if query.dtype is torch.float32:
+        # The memory-efficient kernel has as many heads of keys as of queries.
+        return query.shape[:-2] == key.shape[:-2]
+    return query.dtype in (torch.bfloat16, torch.float16)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Allocates and saves what fused attention does. Dropout saves only a seed."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+        shape = (*query.shape[:-1], value.shape[-1])
+        if query.dim() == _DIMENSIONS and (query.dtype is torch.float32 or mask is not None):
+            # The memory-efficient kernel writes (batch, seq, heads, d_head).
+            out = query.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
+        elif query.shape == shape:
+            out = torch.empty_like(query)
+        else:
+            out = query.new_empty(shape)
+        log_sum_exp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, log_sum_exp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        del gradient
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -39,18 +84,18 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return input.copy_(out) if inplace else out
 
 
-_ATTENTION = functional.scaled_dot_product_attention
-_REPLACED: dict[Any, Any] = {_ATTENTION: _attention, functional.dropout: _dropout}
+_REPLACED: dict[Any, Any] = {
+    functional.scaled_dot_product_attention: _attention,
+    functional.dropout: _dropout,
+}
 
 
 class CudaOperators(TorchFunctionMode):
-    """Calls what saves the same tensors as the operators of CUDA."""
+    """Calls what allocates and saves the same tensors as the operators of CUDA."""
 
     def __enter__(self) -> Self:
-        # Calls within functions of torch, such as `multi_head_attention_forward`, do not reach a
-        # mode.
         self._patches = [
-            patch.object(functional, original.__name__, replacement)
+            patch.object(functional, original.__name__, _replaced(original, replacement))
             for original, replacement in _REPLACED.items()
         ]
         for one in self._patches:
@@ -68,6 +113,17 @@ class CudaOperators(TorchFunctionMode):
     ) -> Any:
         del types
         return _REPLACED.get(function, function)(*arguments, **(keywords or {}))
+
+
+def _replaced(original: Any, replacement: Any) -> Any:
+    """Calls within functions of torch, such as `multi_head_attention_forward`, reach no mode."""
+
+    @wraps(original)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        in_mode = torch._C._len_torch_function_stack() > 0
+        return (original if in_mode else replacement)(*arguments, **keywords)
+
+    return call
 
 
 class CudaDtypes(CudaAutocast):

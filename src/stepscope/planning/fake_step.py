@@ -70,7 +70,8 @@ class Fakes:
         fake = self._like(real).requires_grad_(real.requires_grad)
         if real.device.type != "meta" and not real.requires_grad:
             with _disable_current_modes():
-                self.values.know(fake, real.detach().to(_DEVICE))
+                # The step may write to it.
+                self.values.know(fake, real.detach().to(_DEVICE, copy=True))
         return fake
 
     def _like(self, real: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def know(self, fake: Tensor, value: Tensor) -> None:
-        """Add the value of a tensor, if it is small."""
+        """Add the value of a tensor, if it is small; operators in place write to it."""
         if _is_small(fake):
             self._values[fake] = value
 

@@ -120,7 +120,7 @@ def predict_fake(
     ledger.count((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), INPUTS)
     for _ in range(_STEPS):
         ledger.forget_peaks()
-        with ledger.watching(model, optimizer), InPlaceSums(), CudaOperators(), CudaDtypes():
+        with CudaDtypes(), CudaOperators(), ledger.watching(model, optimizer), InPlaceSums():
             ledger.begin("forward")
             with torch.autocast("cpu", dtype) if dtype is not None else nullcontext():
                 loss = loss_of(model, batch) if loss_fn is None else loss_fn(model, batch)
