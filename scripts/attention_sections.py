@@ -1,4 +1,4 @@
-"""First sections of docs/flash.md: what `auto` chooses, and rules against FlexAttention."""
+"""First sections of docs/results/flash.md: what `auto` chooses, and rules against FlexAttention."""
 
 from __future__ import annotations
 

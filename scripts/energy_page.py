@@ -1,4 +1,4 @@
-"""Energy of a step by part, for docs/step.md, from the output of `benchmarks/energy_by_part.py`."""
+"""Energy of a step by part, for docs/results/step.md, from `benchmarks/energy_by_part.py`."""
 
 from __future__ import annotations
 

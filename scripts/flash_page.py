@@ -1,4 +1,4 @@
-"""The pages of both attention studies: docs/flash.md, docs/attention.md and their figures.
+"""The pages of both attention studies, flash.md and attention.md in docs/results/, with figures.
 
 `python scripts/make_docs.py` writes them together with the other pages.
 """
@@ -31,8 +31,8 @@ SECTIONS = {
 def flash_pages(
     grid: Sequence[Record], races: Sequence[Record], sections: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return paths under docs/ and texts of the page and its figures. It begins with `sections`,
-    then races if there are any."""
+    """Return paths under docs/results/ and texts of the page and its figures. It begins with
+    `sections`, then races if there are any."""
     blocks = STUDY.view([*races, *grid])
     parts = _parts(grid, races, blocks, sections)
     return {"flash.md": "\n\n".join(parts) + "\n"} | figure_files(blocks)

@@ -1,4 +1,4 @@
-"""docs/foreign.md: programs of other libraries, from the output of `benchmarks/foreign.py`."""
+"""docs/results/foreign.md: programs of other libraries, from `benchmarks/foreign.py`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def foreign_pages(results: Path) -> dict[str, str]:
-    """Return path under docs/ and text; empty if there are no results."""
+    """Return path under docs/results/ and text; empty if there are no results."""
     results_of = {name: read_lines(results / f"foreign_{name}.jsonl") for name in MACHINES}
     if not any(results_of.values()):
         return {}

@@ -1,4 +1,4 @@
-"""The sections of docs/precision.md on training in FP8: learning from
+"""The sections of docs/results/precision.md on training in FP8: learning from
 results/fp8-learning_h200.jsonl, and full steps from results/fp8-step_h200.jsonl.
 
 `python scripts/make_docs.py` generates each once there are records.

@@ -15,6 +15,7 @@ PAGES = (
     "docs/architecture.md",
     "docs/check.md",
     "docs/commands.md",
+    "docs/cs336.md",
     "docs/glossary.md",
     "docs/integrations.md",
     "docs/library.md",

@@ -46,6 +46,7 @@ from stepscope.studies.registry import viewables
 
 ROOT = Path(__file__).resolve().parent.parent
 README, LIMITS = "README.md", "docs/limits.md"
+PAGES = "docs/results"
 RECORDS = ROOT / "results" / "h200.jsonl"
 PEERS = ROOT / "results" / "course-reference-model_h200.json"
 PUBLISHED = "src/stepscope/published/h200.toml"
@@ -96,7 +97,7 @@ def _against_peers(records: tuple[Record, ...]) -> Iterator[str]:
         f" GEMM-bound and differ by at most {difference:.1%}. The other rows differ more: that"
         " model launches more and smaller kernels, which shows as soon as the GEMMs are fast."
         " `python benchmarks/unfused_operations.py --size xl --context 512 --dtype bfloat16` splits"
-        " Stepscope's operations in the same way ([log](log/measurements.md))."
+        " Stepscope's operations in the same way ([log](../log/measurements.md))."
     )
     yield markdown(
         Table(
@@ -218,42 +219,46 @@ def _flash() -> dict[str, str]:
 
 
 def main() -> int:
+    results = ROOT / "results"
+    in_results = {
+        **compare_pages(results),
+        "accounting.md": accounting_page(),
+        "h200.md": steps_page(),
+        "attention-tiles.md": tiles_page(),
+        "parallel.md": parallel_page(ROOT),
+        **_flash(),
+        **memory_pages(results),
+        **profile_pages(results),
+        **walkthrough_pages(results),
+        **step_pages(results),
+        **foreign_pages(results),
+    }
     pages = {
-        README: with_figures((ROOT / README).read_text(), ROOT / "results"),
-        LIMITS: with_goals((ROOT / LIMITS).read_text(), ROOT / "results"),
-        ACCELERATE: with_tables((ROOT / ACCELERATE).read_text(), ROOT / "results"),
+        README: with_figures((ROOT / README).read_text(), results),
+        LIMITS: with_goals((ROOT / LIMITS).read_text(), results),
+        ACCELERATE: with_tables((ROOT / ACCELERATE).read_text(), results),
         PUBLISHED: published_h200(read_records(RECORDS), json.loads(PEERS.read_text())),
+        **course_files(ROOT),
         **loop_pages(ROOT),
-        **{f"docs/{name}": text for name, text in compare_pages(ROOT / "results").items()},
-        "docs/accounting.md": accounting_page(),
-        **course_files(ROOT / "results"),
-        "docs/h200.md": steps_page(),
-        "docs/attention-tiles.md": tiles_page(),
-        "docs/parallel.md": parallel_page(ROOT),
-        **{f"docs/{name}": text for name, text in _flash().items()},
-        **{f"docs/{name}": text for name, text in memory_pages(ROOT / "results").items()},
-        **{f"docs/{name}": text for name, text in profile_pages(ROOT / "results").items()},
-        **{f"docs/{name}": text for name, text in walkthrough_pages(ROOT / "results").items()},
-        **{f"docs/{name}": text for name, text in step_pages(ROOT / "results").items()},
-        **{f"docs/{name}": text for name, text in foreign_pages(ROOT / "results").items()},
+        **{f"{PAGES}/{name}": text for name, text in in_results.items()},
     }
     written = [name for name in pages if name.endswith(".md") and name not in HAND_WRITTEN]
     pages |= {name: walkable(pages[name]) for name in written}
     texts = {name: pages.get(name) or (ROOT / name).read_text() for name in HAND_WRITTEN}
-    pages |= {name: filled(text, ROOT / "results") for name, text in texts.items()}
+    pages |= {name: filled(text, results) for name, text in texts.items()}
     stale = [
         name
         for name, text in pages.items()
         if not (ROOT / name).exists() or (ROOT / name).read_text() != text
     ]
-    figures = (ROOT / "docs" / "figures").glob("*.svg")
-    stale += [name for path in figures if (name := f"docs/figures/{path.name}") not in pages]
+    present = (path for path in (ROOT / PAGES).rglob("*") if path.is_file())
+    stale += [name for path in present if (name := str(path.relative_to(ROOT))) not in pages]
     if "--check" in sys.argv[1:]:
         for name in dict.fromkeys((*pages, *stale)):
             print(f"{name} is {'out of date' if name in stale else 'up to date'}")
         return 1 if stale else 0
     for name, text in pages.items():
-        (ROOT / name).parent.mkdir(exist_ok=True)
+        (ROOT / name).parent.mkdir(parents=True, exist_ok=True)
         (ROOT / name).write_text(text)
         print(f"wrote {name}")
     for name in stale:

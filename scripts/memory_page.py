@@ -1,4 +1,4 @@
-"""The pages of memory and of precision: docs/memory.md, docs/precision.md and their figures.
+"""The pages of memory and of precision, memory.md and precision.md in docs/results/, with figures.
 
 `python scripts/make_docs.py` generates a page once there are records for it.
 """
@@ -59,7 +59,7 @@ PRECISION = (
 
 
 def memory_pages(results: Path) -> dict[str, str]:
-    """Return paths under docs/ and texts of both pages and their figures."""
+    """Return paths under docs/results/ and texts of both pages and their figures."""
     extras = [*_planted(results / PLANTED), *_recording(results / RECORDING)]
     learned, figures = learning_part(results)
     in_fp8 = [*step_part(results), *learned]

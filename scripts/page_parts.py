@@ -49,7 +49,7 @@ def commits_of(commits: Iterable[str]) -> str:
 
 
 def figure_files(blocks: Iterable[Block]) -> dict[str, str]:
-    """Return path under docs/ and text of every figure."""
+    """Return path under docs/results/ and text of every figure."""
     return {
         f"{FIGURES}/{block.name}.svg": standalone_svg(_drawn(block))
         for block in blocks

@@ -1,4 +1,4 @@
-"""The page of the profile study: docs/profile.md and its figures.
+"""The page of the profile study: docs/results/profile.md and its figures.
 
 `python scripts/make_docs.py` generates it once there are records for it.
 """
@@ -35,7 +35,7 @@ SECTIONS = {
 
 
 def profile_pages(results: Path) -> dict[str, str]:
-    """Return paths under docs/ and texts of the page and its figures."""
+    """Return paths under docs/results/ and texts of the page and its figures."""
     if not (results / RECORDS).exists():
         return {}
     records = read_records(results / RECORDS)

@@ -1,4 +1,5 @@
-"""Pages of the fastest training step: docs/step.md, compile.md, techniques-h200.md, with figures.
+"""Pages of the fastest training step: step.md, compile.md and techniques-h200.md in docs/results/,
+with figures.
 
 `python scripts/make_docs.py` generates each once there are records for it.
 """
@@ -75,7 +76,7 @@ PAGES = {
 
 
 def step_pages(results: Path) -> dict[str, str]:
-    """Return paths under docs/ and texts of each page and figure."""
+    """Return paths under docs/results/ and texts of each page and figure."""
     pages: dict[str, str] = {}
     for name, page in PAGES.items():
         if (results / page.records).exists():
