@@ -207,15 +207,15 @@ def _matrix(lines: list[Line]) -> str:
             for one in line["left"]
             if one["piece"] == piece
         ]
-        return ", ".join(parts) or "–"
+        return ", ".join(parts)
 
     columns = [col("family", lambda line: line["family"])]
     columns += [col(piece, lambda line, piece=piece: cell(line, piece)) for piece in pieces]
     versions = dict.fromkeys(f"{line['library']} {line['version']}" for line in lines)
     text = [
-        f"Models with two blocks; {', '.join(versions)}. A number is the count of replaced modules"
-        " (a head counts with the module that computes the loss). Reasons for “left” are below the"
-        " table. – means that there is no such part, or that a larger piece includes it.",
+        f"Models with two blocks; {', '.join(versions)}. Counts are replaced modules (a head counts"
+        " with the module that computes the loss). No count: there is no such part, or a larger"
+        " piece includes it.",
         markdown(table("matrix", "", lines, columns)).strip(),
         "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)),
     ]
