@@ -63,6 +63,14 @@ def test_the_readme_is_short() -> None:
     assert len(words) <= 900
 
 
+def test_what_a_person_reads_is_short() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    words = {page.name: len(page.read_text().split()) for page in pages}
+    assert len(words) > 10
+    assert max(words.values()) <= 3_000, words
+    assert sum(words.values()) <= 25_000
+
+
 def test_generated_pages_match_the_records() -> None:
     check = subprocess.run(
         [sys.executable, "scripts/make_docs.py", "--check"], cwd=ROOT, capture_output=True
