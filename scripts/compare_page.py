@@ -64,13 +64,14 @@ def compare_page(record: Sequence[Rates]) -> str:
         "## Power",
         "One side is slower, with independent samples.",
         markdown(_powers(changed)).strip(),
-        "## All conditions",
+        "## By kind of noise",
+        "The highest rate of red gates over all σ.",
         "`AR(1) r`: neighboring samples have the correlation r. `in half`: in each process with a"
         " probability of one half, at a random sample. `levels`: the standard deviation of the"
         " level between processes. `slow and fast`: half of the variance is independent, half is"
         f" AR(1) 0.98. Processes alternate (base, new, new, base) and have {STEPS} steps;"
         " `session`: the noise is that of their levels, one after the other.",
-        markdown(_rows(covered)).strip(),
+        markdown(_by_noise(covered)).strip(),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -157,6 +158,29 @@ def _missed(above: Sequence[Rates]) -> str:
     )
 
 
+def _by_noise(record: Sequence[Rates]) -> Table:
+    red: dict[str, dict[str, float]] = {}
+    for rates in record:
+        sizes = red.setdefault(_noise(rates), {})
+        sizes[_size(rates)] = max(sizes.get(_size(rates), 0.0), rates.red_rate)
+    return table(
+        "noises",
+        "",
+        list(red.items()),
+        [
+            col("noise", lambda row: row[0]),
+            *(
+                col(size, lambda row, size=size: row[1].get(size), "percent")
+                for size in dict.fromkeys(map(_size, record))
+            ),
+        ],
+    )
+
+
+def _noise(rates: Rates) -> str:
+    return rates.condition.noise + " (session)" * rates.condition.session
+
+
 def _rows(record: Sequence[Rates]) -> Table:
     return table(
         "conditions",
@@ -164,7 +188,7 @@ def _rows(record: Sequence[Rates]) -> Table:
         record,
         [
             col("per side", _size),
-            col("noise", lambda r: r.condition.noise + " (session)" * r.condition.session),
+            col("noise", _noise),
             col("σ", lambda r: r.condition.sigma, "percent"),
             col("false verdicts", lambda r: r.verdicts, "percent"),
             col("red gates", lambda r: r.red_rate, "percent"),

@@ -28,7 +28,8 @@ from limits_part import with_goals
 from long_pages import walkable
 from loop_parts import loop_pages
 from memory_page import memory_pages
-from parallel_page import parallel_page
+from page_parts import bullets, tables
+from parallel_page import parallel_pages
 from profile_page import profile_pages
 from published_figures import published_h200
 from readme_part import with_figures
@@ -38,7 +39,7 @@ from walkthrough_page import walkthrough_pages
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
 from stepscope.records.stats import Summary
-from stepscope.report.blocks import Block, Cell, Column, Finding, Table
+from stepscope.report.blocks import Cell, Column, Table
 from stepscope.report.text import markdown
 from stepscope.studies.benchmark import STUDY as BENCHMARK
 from stepscope.studies.benchmark.rows import BenchmarkRow, rows_of
@@ -70,17 +71,10 @@ def steps_page() -> str:
     for study in viewables().values():
         own = [record for record in records if record.study == study.name]
         if own:
-            parts += [f"## {study.title}", f"*{study.question}*", *_blocks(study.view(own))]
+            blocks = study.view(own)
+            parts += [f"## {study.title}", f"*{study.question}*", bullets(blocks), *tables(blocks)]
     parts += ["## Against another model of the same sizes", *_against_peers(records)]
     return "\n\n".join(parts) + "\n"
-
-
-def _blocks(blocks: tuple[Block, ...]) -> Iterator[str]:
-    findings = [block.sentence for block in blocks if isinstance(block, Finding)]
-    yield "\n".join(f"- {text}" for text in findings)
-    for block in blocks:
-        if isinstance(block, Table):
-            yield markdown(block).strip()
 
 
 def _against_peers(records: tuple[Record, ...]) -> Iterator[str]:
@@ -225,7 +219,7 @@ def main() -> int:
         "accounting.md": accounting_page(),
         "h200.md": steps_page(),
         "attention-tiles.md": tiles_page(),
-        "parallel.md": parallel_page(ROOT),
+        **parallel_pages(ROOT),
         **_flash(),
         **memory_pages(results),
         **profile_pages(results),

@@ -14,6 +14,8 @@ from stepscope.report.svg import standalone_svg
 from stepscope.report.text import markdown
 
 FIGURES = "figures"
+LONG = 60
+_ONLY_IN_REPORTS = ("published", "-waterfall-shares")
 END = "<!-- until here -->"
 """Comment after a generated part of a page."""
 
@@ -63,14 +65,28 @@ def _drawn(block: Figure | Timeline) -> str:
     return svg(block, prefix=block.name)
 
 
+def readable(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Yield what a page shows. Tables of `LONG` rows, published figures, and shares of numbers in
+    the table before are in the page that `stepscope report` makes of the records."""
+    for block in blocks:
+        if not isinstance(block, Table) or (
+            len(block.rows) < LONG and not block.name.endswith(_ONLY_IN_REPORTS)
+        ):
+            yield block
+
+
 def bullets(blocks: Iterable[Block]) -> str:
     return "\n".join(f"- {block.sentence}" for block in blocks if isinstance(block, Finding))
+
+
+def tables(blocks: Iterable[Block]) -> Iterator[str]:
+    return (markdown(block).strip() for block in readable(blocks) if isinstance(block, Table))
 
 
 def shown(blocks: Iterable[Block]) -> Iterator[str]:
     """Yield tables and figures; a caption that repeats is printed once."""
     printed: set[str] = set()
-    for block in blocks:
+    for block in readable(blocks):
         if isinstance(block, Finding):
             continue
         if block.caption in printed:
