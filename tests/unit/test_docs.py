@@ -8,7 +8,9 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -341,9 +343,26 @@ def test_pages_of_memory_and_precision_are_generated_from_their_records(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_resolve(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        name, _, anchor = link.partition("#")
+        if "://" not in name:
+            target = page.parent / name if name else page
+            assert target.exists(), f"{page.name} links to {name}"
+            if anchor:
+                assert anchor in anchors(target), f"{page.name} links to {link}"
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    taken: Counter[str] = Counter()
+    made = set()
+    for title in re.findall(r"^#{1,6} (.+)$", text, re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        made.add(f"{slug}-{taken[slug]}" if taken[slug] else slug)
+        taken[slug] += 1
+    return made
 
 
 def test_guides_name_real_commands_and_studies() -> None:
