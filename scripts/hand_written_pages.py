@@ -56,7 +56,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 """Phrases by page: thresholds and settings of the code, definitions, versions, names."""
 
-_PART = re.compile(r"<!-- [^>]*?(?:made by|: benchmarks/).*?<!-- until here[^>]*-->", re.DOTALL)
+_PART = re.compile(r"<!-- [^>]*?(?:made by|: benchmarks/).*?<!-- until here -->", re.DOTALL)
 _NOT_PROSE = re.compile(
     r"^```.*?^```|^    .*?$|`[^`\n]*`|<!--=.*?<!--/-->|\]\([^)]*\)", re.DOTALL | re.MULTILINE
 )

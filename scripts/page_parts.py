@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,6 +21,11 @@ LONG = 60
 _ONLY_IN_REPORTS = ("published", "-waterfall-shares")
 END = "<!-- until here -->"
 """Comment after a generated part of a page."""
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The records of a benchmark, one JSON object in each line; none without the file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def replaced(page: str, begin: str, text: str) -> str:

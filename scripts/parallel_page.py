@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from page_parts import bullets, tables
+from page_parts import bullets, lines_of, tables
 
 from stepscope.analysis.paired_ratio import paired
 from stepscope.records.jsonl import read_records
@@ -81,7 +80,7 @@ def against_torch(records: tuple[Record, ...]) -> Iterator[str]:
 
 
 def _faults(path: Path) -> Iterator[str]:
-    trials = [json.loads(line) for line in path.read_text().splitlines()]
+    trials = lines_of(path)
     yield (
         f"`python benchmarks/rank_faults.py --out {FAULTS}` on {trials[0]['cores']} cores, torch"
         f" {trials[0]['torch']}: rank 1 of 2 fails in its fourth step; time until `launch` raises"
