@@ -30,10 +30,9 @@ from loop_parts import loop_pages
 from memory_page import memory_pages
 from page_parts import bullets, lines_of, tables
 from parallel_page import parallel_pages
-from profile_page import profile_pages
 from published_figures import published_h200
 from readme_part import with_figures
-from step_page import step_pages
+from study_pages import study_pages
 from walkthrough_page import walkthrough_pages
 
 from stepscope.records.jsonl import read_records
@@ -222,9 +221,8 @@ def main() -> int:
         **parallel_pages(ROOT),
         **_flash(),
         **memory_pages(results),
-        **profile_pages(results),
         **walkthrough_pages(results),
-        **step_pages(results),
+        **study_pages(results),
         **foreign_pages(results),
     }
     pages = {

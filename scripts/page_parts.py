@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Figure, Finding, Table, Timeline
+from stepscope.report.blocks import Block, Figure, Finding, Flame, Table, Timeline
 from stepscope.report.lanes import lanes_svg
 from stepscope.report.plots import svg
 from stepscope.report.svg import standalone_svg
@@ -75,12 +75,16 @@ def _drawn(block: Figure | Timeline) -> str:
 
 def readable(blocks: Iterable[Block]) -> Iterator[Block]:
     """Yield what a page shows. Tables of `LONG` rows, published figures, and shares of numbers in
-    the table before are in the page that `stepscope report` makes of the records."""
+    the table before, and flame graphs are in the page that `stepscope report` makes of the
+    records."""
     for block in blocks:
-        if not isinstance(block, Table) or (
-            len(block.rows) < LONG and not block.name.endswith(_ONLY_IN_REPORTS)
-        ):
-            yield block
+        match block:
+            case Flame():
+                continue
+            case Table() if len(block.rows) >= LONG or block.name.endswith(_ONLY_IN_REPORTS):
+                continue
+            case _:
+                yield block
 
 
 def bullets(blocks: Iterable[Block]) -> str:

@@ -145,9 +145,9 @@ def test_the_profile_page_is_generated_from_its_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from profile_page import profile_pages
+    from study_pages import study_pages
 
-    assert profile_pages(tmp_path) == {}
+    assert study_pages(tmp_path) == {}
     sizes = ("small", "medium", "large", "xl", "2.7b")
     records = [
         *(profile_record("forward-backward", size=size, context=128) for size in sizes),
@@ -159,8 +159,9 @@ def test_the_profile_page_is_generated_from_its_records(
         profile_record(size="xl", status="oom", reason="too large"),
     ]
     write_records(records, tmp_path / "profile_h200.jsonl")
-    pages = profile_pages(tmp_path)
+    pages = study_pages(tmp_path)
     text = pages["profile.md"]
+    assert "## More" not in text
     assert {"figures/profile-classes.svg", "figures/profile-timeline.svg"} <= set(pages)
     for target in re.findall(r"\]\((figures/[^)]+)", text):
         assert pages[target].startswith("<svg")
@@ -177,9 +178,9 @@ def test_pages_of_the_fast_step_are_generated_from_their_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from step_page import step_pages
+    from study_pages import study_pages
 
-    assert step_pages(tmp_path) == {}
+    assert study_pages(tmp_path) == {}
     falling = [9.0 - step * 0.1 for step in range(50)]
     records = [
         step_race_record(),
@@ -192,7 +193,7 @@ def test_pages_of_the_fast_step_are_generated_from_their_records(
     write_records(records, tmp_path / "step_h200.jsonl")
     write_records([compile_record(), compile_record("attention")], tmp_path / "compile_h200.jsonl")
     write_records([technique_record(), card_record()], tmp_path / "levers_h200.jsonl")
-    pages = step_pages(tmp_path)
+    pages = study_pages(tmp_path)
     step, compiled, techniques = (pages[n] for n in ("step.md", "compile.md", "techniques-h200.md"))
     titles = re.findall(r"^## (.*)$", step, re.MULTILINE)
     assert titles == [
@@ -220,11 +221,11 @@ def test_several_comparisons_of_steps_have_one_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from step_page import step_pages
+    from study_pages import study_pages
 
     races = [step_race_record(), step_race_record("xl-512")]
     write_records(races, tmp_path / "step_h200.jsonl")
-    section = step_pages(tmp_path)["step.md"].partition("## Against torch.compile\n\n")[2]
+    section = study_pages(tmp_path)["step.md"].partition("## Against torch.compile\n\n")[2]
     assert re.match(r"- Stepscope is 1\.\d\d to 1\.\d\d times as fast .* 2 comparisons", section)
 
 
@@ -232,10 +233,10 @@ def test_pieces_follow_on_the_page_of_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from step_page import step_pages
+    from study_pages import study_pages
 
     write_records([step_race_record()], tmp_path / "step_h200.jsonl")
-    assert "## Each piece alone" not in step_pages(tmp_path)["step.md"]
+    assert "## Each piece alone" not in study_pages(tmp_path)["step.md"]
     common = {
         "piece": "swiglu",
         "shape": "small",
@@ -250,7 +251,7 @@ def test_pieces_follow_on_the_page_of_the_step(
     }
     lines = [json.dumps(common | {"way": name} | fields) for name, fields in variants.items()]
     (tmp_path / "pieces_h200.jsonl").write_text("\n".join(lines) + "\n")
-    text = step_pages(tmp_path)["step.md"]
+    text = study_pages(tmp_path)["step.md"]
     assert "- swiglu: torch.compile's takes 1.5 (small) times as long as Stepscope's." in text
     assert "| swiglu | small | eager | out of memory |" in text
     row = next(line for line in text.splitlines() if line.startswith("| swiglu | small | comp"))
@@ -262,13 +263,13 @@ def test_energy_by_part_follows_on_the_page_of_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from step_page import step_pages
+    from study_pages import study_pages
 
     write_records([step_race_record()], tmp_path / "step_h200.jsonl")
-    assert "## Where the joules go" not in step_pages(tmp_path)["step.md"]
+    assert "## Where the joules go" not in study_pages(tmp_path)["step.md"]
     path = tmp_path / "energy-by-part_h200.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in energy_lines()))
-    text = step_pages(tmp_path)["step.md"]
+    text = study_pages(tmp_path)["step.md"]
     assert (
         "- xl-512: of the 40.0 J of a step: GEMMs 50.0 %, attention 6.2 %, AdamW 37.5 %, other"
         " passes 6.2 %. The parts add up to 40.0 J. With only GEMMs, attention and AdamW the"
@@ -284,7 +285,7 @@ def test_energy_by_part_follows_on_the_page_of_the_step(
     lines = [line | {"layers": 8} for line in energy_lines()]
     lines[3] = lines[3] | {"lost": "out of memory"}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = step_pages(tmp_path)["step.md"]
+    text = study_pages(tmp_path)["step.md"]
     assert "| xl-512 | other passes | out of memory |" in text
     assert "sum of the parts" not in text
     assert "xl-512 is scaled up from 8 of 48 blocks." in text
