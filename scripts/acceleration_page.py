@@ -131,11 +131,10 @@ def _speeds(lines: list[Line]) -> str:
         col("peak of Stepscope", lambda row: round(row.gib, 1), unit="GiB"),
         col("loss after 300 steps", lambda row: row.loss and f"{row.loss:+.2%}"),
     ]
-    commits = ", ".join(dict.fromkeys(f"`{one['commit']}`" for one in lines))
     text = [
         markdown(table("speeds", "", speeds_of(lines), columns)).strip(),
-        f"Records: `results/{SPEEDS}` ({lines[0]['device']}, torch {lines[0]['torch']}, commits"
-        f" {commits}). The loss is the mean of the last 50 steps, relative to the model as it is.",
+        f"Records: `results/{SPEEDS}` ({lines[0]['device']}, torch {lines[0]['torch']}). The loss"
+        " is the mean of the last 50 steps, relative to the model as it is.",
     ]
     return "\n\n".join(text)
 

@@ -67,7 +67,9 @@ def test_the_readme_is_short() -> None:
 
 def test_what_a_person_reads_is_short() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    words = {page.name: len(page.read_text().split()) for page in pages}
+    texts = {page.name: page.read_text() for page in pages}
+    # Not the bars of tables.
+    words = {name: len(re.findall(r"\S*\w\S*", text)) for name, text in texts.items()}
     assert len(words) > 10
     assert max(words.values()) <= 3_000, words
     assert sum(words.values()) <= 25_000
