@@ -36,7 +36,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from foreign_page import Line, first_trial, foreign_table, read_lines, summary_sentences  # noqa: E402
+from foreign_page import Line, first_trial, foreign_table, summary_sentences  # noqa: E402
+from page_parts import lines_of  # noqa: E402
 
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS  # noqa: E402
 from stepscope.advisor.advise.outcome import Tried  # noqa: E402
@@ -379,7 +380,7 @@ def wanted(args: argparse.Namespace) -> list[Program]:
 
 def main() -> int:
     args = arguments()
-    lines = {line["program"]: line for line in read_lines(args.out)}
+    lines = {line["program"]: line for line in lines_of(args.out)}
     begun = time.monotonic()
     for program in [] if args.show else wanted(args):
         if args.resume and program.name in lines:
@@ -391,7 +392,7 @@ def main() -> int:
         partial = args.out.with_suffix(".partial")
         partial.write_text("".join(json.dumps(line) + "\n" for line in results))
         partial.replace(args.out)
-    results = list(read_lines(args.out))
+    results = lines_of(args.out)
     print(markdown(foreign_table(results)))
     print("\n".join(summary_sentences(results)))
     return 1 if any(line["errors"] for line in results) else 0

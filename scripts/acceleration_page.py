@@ -131,11 +131,10 @@ def _speeds(lines: list[Line]) -> str:
         col("peak of Stepscope", lambda row: round(row.gib, 1), unit="GiB"),
         col("loss after 300 steps", lambda row: row.loss and f"{row.loss:+.2%}"),
     ]
-    commits = ", ".join(dict.fromkeys(f"`{one['commit']}`" for one in lines))
     text = [
         markdown(table("speeds", "", speeds_of(lines), columns)).strip(),
-        f"Records: `results/{SPEEDS}` ({lines[0]['device']}, torch {lines[0]['torch']}, commits"
-        f" {commits}). The loss is the mean of the last 50 steps, relative to the model as it is.",
+        f"Records: `results/{SPEEDS}` ({lines[0]['device']}, torch {lines[0]['torch']}). The loss"
+        " is the mean of the last 50 steps, relative to the model as it is.",
     ]
     return "\n\n".join(text)
 
@@ -207,15 +206,15 @@ def _matrix(lines: list[Line]) -> str:
             for one in line["left"]
             if one["piece"] == piece
         ]
-        return ", ".join(parts) or "–"
+        return ", ".join(parts)
 
     columns = [col("family", lambda line: line["family"])]
     columns += [col(piece, lambda line, piece=piece: cell(line, piece)) for piece in pieces]
     versions = dict.fromkeys(f"{line['library']} {line['version']}" for line in lines)
     text = [
-        f"Models with two blocks; {', '.join(versions)}. A number is the count of replaced modules"
-        " (a head counts with the module that computes the loss). Reasons for “left” are below the"
-        " table. – means that there is no such part, or that a larger piece includes it.",
+        f"Models with two blocks; {', '.join(versions)}. Counts are replaced modules (a head counts"
+        " with the module that computes the loss). No count: there is no such part, or a larger"
+        " piece includes it.",
         markdown(table("matrix", "", lines, columns)).strip(),
         "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)),
     ]

@@ -1,4 +1,4 @@
-"""docs/accounting.md: the calculations of `stepscope calc` with their default numbers."""
+"""docs/results/accounting.md: the calculations of `stepscope calc` with their default numbers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""First sections of docs/flash.md: what `auto` chooses, and rules against FlexAttention."""
+"""First sections of docs/results/flash.md: what `auto` chooses, and rules against FlexAttention."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +9,7 @@ from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
-from page_parts import origin
+from page_parts import lines_of, origin
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -91,7 +90,7 @@ def _of_regret(results: Path) -> list[str]:
     path = results / REGRETS
     if not path.exists():
         return []
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = lines_of(path)
     of_all = regrets_of(lines)
     found = of_all.by_run
 
@@ -180,7 +179,7 @@ def _of_rules(results: Path) -> list[str]:
     path = results / MASKS
     if not path.exists():
         return []
-    lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
+    lines: list[dict[str, Any]] = lines_of(path)
     made = table(
         "flash-rules",
         "Attention with rules against FlexAttention, forward + backward",

@@ -1,13 +1,12 @@
-"""Energy of a step by part, for docs/step.md, from the output of `benchmarks/energy_by_part.py`."""
+"""Energy of a step by part, for docs/results/step.md, from `benchmarks/energy_by_part.py`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from page_parts import commits_of
+from page_parts import commits_of, lines_of
 
 from stepscope.analysis.energy_parts import (
     BASELINE_MATMULS,
@@ -29,7 +28,7 @@ def energy_section(results: Path) -> Iterator[str]:
     path = results / RECORDS
     if not path.exists():
         return
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = lines_of(path)
     ledgers, first = accounts(lines), lines[0]
     yield "## Where the joules go"
     yield (

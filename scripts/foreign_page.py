@@ -1,13 +1,12 @@
-"""docs/foreign.md: programs of other libraries, from the output of `benchmarks/foreign.py`."""
+"""docs/results/foreign.md: programs of other libraries, from `benchmarks/foreign.py`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from page_parts import commits_of
+from page_parts import commits_of, lines_of
 
 from stepscope.report.blocks import Cell, Column, Interval, Table
 from stepscope.report.format import counted, percent
@@ -28,13 +27,9 @@ _INTRODUCTION = (
 )
 
 
-def read_lines(path: Path) -> list[Line]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def foreign_pages(results: Path) -> dict[str, str]:
-    """Return path under docs/ and text; empty if there are no results."""
-    results_of = {name: read_lines(results / f"foreign_{name}.jsonl") for name in MACHINES}
+    """Return path under docs/results/ and text; empty if there are no results."""
+    results_of = {name: lines_of(results / f"foreign_{name}.jsonl") for name in MACHINES}
     if not any(results_of.values()):
         return {}
     parts = ["# Programs of other libraries", _INTRODUCTION]

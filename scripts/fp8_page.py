@@ -1,4 +1,4 @@
-"""The sections of docs/precision.md on training in FP8: learning from
+"""The sections of docs/results/precision.md on training in FP8: learning from
 results/fp8-learning_h200.jsonl, and full steps from results/fp8-step_h200.jsonl.
 
 `python scripts/make_docs.py` generates each once there are records.
@@ -6,13 +6,12 @@ results/fp8-learning_h200.jsonl, and full steps from results/fp8-step_h200.jsonl
 
 from __future__ import annotations
 
-import json
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-from page_parts import commits_of, figure_files, shown
+from page_parts import commits_of, figure_files, lines_of, shown
 
 from stepscope.report.blocks import Block, Curve, Figure, LimitLine
 from stepscope.report.format import duration, number, percent
@@ -103,7 +102,7 @@ def learning_part(results: Path) -> tuple[list[str], dict[str, str]]:
     path = results / FILE
     if not path.exists():
         return [], {}
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = lines_of(path)
     models = learned(lines)
     if not models:
         return [], {}
@@ -276,7 +275,7 @@ def _of_process(blocks: list[Line]) -> list[Step]:
 def step_part(results: Path) -> list[str]:
     """Return the paragraphs on full steps; nothing without records."""
     path = results / STEPS
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = lines_of(path)
     if not lines:
         return []
     steps = steps_of(lines)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from page_parts import replaced
+from page_parts import lines_of, replaced
 
 from stepscope.report.format import bytes_, duration
 from stepscope.report.tables import col, table
@@ -36,18 +36,14 @@ def loop_pages(root: Path) -> dict[str, str]:
     results = root / "results"
     texts = {name: (root / name).read_text() for name in PAGES}
     for name, begin, text in (
-        (TRACES, SPEED, _speed(_lines(results / "job-reading_cpu.jsonl"))),
+        (TRACES, SPEED, _speed(lines_of(results / "job-reading_cpu.jsonl"))),
         (TRACES, TOOLS, _tools(results)),
-        (TRACES, LEDGERS, _ledgers(_lines(results / "public-traces.jsonl"))),
-        (INTEGRATIONS, COST, _cost(_lines(results / "callback-cost_cpu.jsonl"))),
+        (TRACES, LEDGERS, _ledgers(lines_of(results / "public-traces.jsonl"))),
+        (INTEGRATIONS, COST, _cost(lines_of(results / "callback-cost_cpu.jsonl"))),
         (OWN_STEP, PUBLISHED, _published()),
     ):
         texts[name] = replaced(texts[name], begin, text)
     return texts
-
-
-def _lines(path: Path) -> list[Line]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _speed(lines: list[Line]) -> str:
@@ -69,7 +65,7 @@ def _speed(lines: list[Line]) -> str:
 
 
 def _tools(results: Path) -> str:
-    read = {line["trace"]: line for line in _lines(results / "public-traces.jsonl")}
+    read = {line["trace"]: line for line in lines_of(results / "public-traces.jsonl")}
     other = json.loads((results / "public-traces-other-tools.json").read_text())["rows"]
     rows = [pair for one in other for pair in ((one, one), (one, read[one["trace"]]))]
 

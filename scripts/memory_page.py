@@ -1,18 +1,17 @@
-"""The pages of memory and of precision: docs/memory.md, docs/precision.md and their figures.
+"""The pages of memory and of precision, memory.md and precision.md in docs/results/, with figures.
 
 `python scripts/make_docs.py` generates a page once there are records for it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8_page import learning_part, step_part
-from page_parts import bullets, figure_files, origin, shown
+from page_parts import bullets, figure_files, lines_of, origin, shown
 
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
@@ -59,7 +58,7 @@ PRECISION = (
 
 
 def memory_pages(results: Path) -> dict[str, str]:
-    """Return paths under docs/ and texts of both pages and their figures."""
+    """Return paths under docs/results/ and texts of both pages and their figures."""
     extras = [*_planted(results / PLANTED), *_recording(results / RECORDING)]
     learned, figures = learning_part(results)
     in_fp8 = [*step_part(results), *learned]
@@ -111,7 +110,7 @@ def _planted(path: Path) -> Iterator[str]:
     """Section on whether the first change suggested by a post-mortem was sufficient."""
     if not path.exists():
         return
-    tried = [json.loads(line) for line in path.read_text().splitlines()]
+    tried = lines_of(path)
     ran_out = [each for each in tried if "needed" in each]
     fitted = sum(each.get("fits", False) for each in tried)
     yield "## Is the first change suggested by a post-mortem sufficient?"
@@ -138,7 +137,7 @@ def _recording(path: Path) -> Iterator[str]:
     """Section on the cost of recording a step."""
     if not path.exists():
         return
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = lines_of(path)
     yield "## What recording costs"
     yield (
         f"`python benchmarks/recording_cost.py --out results/{path.name}` on {rows[0]['device']},"

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from stepscope.records.schema import Record
-from stepscope.report.blocks import Block, Figure, Finding, Table, Timeline
+from stepscope.report.blocks import Block, Figure, Finding, Flame, Table, Timeline
 from stepscope.report.lanes import lanes_svg
 from stepscope.report.plots import svg
 from stepscope.report.svg import standalone_svg
 from stepscope.report.text import markdown
 
 FIGURES = "figures"
+LONG = 60
+_ONLY_IN_REPORTS = ("published", "-waterfall-shares")
 END = "<!-- until here -->"
 """Comment after a generated part of a page."""
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The records of a benchmark, one JSON object in each line; none without the file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def replaced(page: str, begin: str, text: str) -> str:
@@ -49,7 +59,7 @@ def commits_of(commits: Iterable[str]) -> str:
 
 
 def figure_files(blocks: Iterable[Block]) -> dict[str, str]:
-    """Return path under docs/ and text of every figure."""
+    """Return path under docs/results/ and text of every figure."""
     return {
         f"{FIGURES}/{block.name}.svg": standalone_svg(_drawn(block))
         for block in blocks
@@ -63,14 +73,32 @@ def _drawn(block: Figure | Timeline) -> str:
     return svg(block, prefix=block.name)
 
 
+def readable(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Yield what a page shows. Tables of `LONG` rows, published figures, and shares of numbers in
+    the table before, and flame graphs are in the page that `stepscope report` makes of the
+    records."""
+    for block in blocks:
+        match block:
+            case Flame():
+                continue
+            case Table() if len(block.rows) >= LONG or block.name.endswith(_ONLY_IN_REPORTS):
+                continue
+            case _:
+                yield block
+
+
 def bullets(blocks: Iterable[Block]) -> str:
     return "\n".join(f"- {block.sentence}" for block in blocks if isinstance(block, Finding))
+
+
+def tables(blocks: Iterable[Block]) -> Iterator[str]:
+    return (markdown(block).strip() for block in readable(blocks) if isinstance(block, Table))
 
 
 def shown(blocks: Iterable[Block]) -> Iterator[str]:
     """Yield tables and figures; a caption that repeats is printed once."""
     printed: set[str] = set()
-    for block in blocks:
+    for block in readable(blocks):
         if isinstance(block, Finding):
             continue
         if block.caption in printed:

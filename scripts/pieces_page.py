@@ -1,4 +1,4 @@
-"""Benchmark of fused kernels, for docs/step.md, from the output of `benchmarks/fused_pieces.py`."""
+"""Benchmark of fused kernels, for docs/results/step.md, from `benchmarks/fused_pieces.py`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TypeVar
 from acceleration_page import SPEEDS, speeds_of
 from attention_sections import mean_of_auto
 from fp8_page import STEPS, steps_of
+from page_parts import lines_of, replaced
 
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
 from stepscope.advisor.advise.outcome import Tried, best_of
@@ -24,25 +24,15 @@ from stepscope.studies.step import STUDY as STEP
 from stepscope.studies.step.rows import races
 from stepscope.studies.step.view import lead_cell
 
-BEGIN, END = "<!-- one H200: made by scripts/make_docs.py -->", "<!-- until here -->"
-VERDICT_BEGIN = "<!-- verdict: made by scripts/make_docs.py -->"
-VERDICT_END = "<!-- until here: verdict -->"
+BEGIN = "<!-- one H200: made by scripts/make_docs.py -->"
+VERDICT = "<!-- verdict: made by scripts/make_docs.py -->"
 Row = tuple[Cell, ...]
 T = TypeVar("T")
 
 
 def with_figures(readme: str, results: Path) -> str:
     """Return the page with the lines between the comments regenerated."""
-    return _between(
-        _between(readme, BEGIN, END, _figures(results)),
-        VERDICT_BEGIN, VERDICT_END, _verdict(results),
-    )  # fmt: skip
-
-
-def _between(page: str, begin: str, end: str, text: str) -> str:
-    before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(end)
-    return f"{before}{begin}\n{text}\n{end}{after}"
+    return replaced(replaced(readme, BEGIN, _figures(results)), VERDICT, _verdict(results))
 
 
 def _verdict(results: Path) -> str:
@@ -74,8 +64,9 @@ def _figures(results: Path) -> str:
         f"{markdown(table).strip()}\n\n"
         "Training steps (batch × tokens, bf16 or FP8) run back to back; attention is forward and"
         " backward. The baseline is the fastest variant that was tried"
-        " ([accelerate](docs/accelerate.md), [FP8](docs/precision.md), [steps](docs/step.md),"
-        " [attention](docs/flash.md)); in the last row, the unchanged script. Brackets: 95 %"
+        " ([accelerate](docs/accelerate.md), [FP8](docs/results/precision.md),"
+        " [steps](docs/results/step.md), [attention](docs/results/flash.md)); in the last row, the"
+        " unchanged script. Brackets: 95 %"
         " interval (last row: 99 %)."
     )
 
@@ -85,7 +76,7 @@ def _against(what: str, ms: float, baseline: str, baseline_ms: float) -> Row:
 
 
 def _accelerated(results: Path) -> Iterator[Row]:
-    lines = [json.loads(line) for line in (results / SPEEDS).read_text().splitlines()]
+    lines = lines_of(results / SPEEDS)
     for one in speeds_of(lines):
         if not one.model.startswith("TransformerLM"):
             yield _against(one.model, one.ms, one.baseline, one.baseline_ms)
@@ -93,7 +84,7 @@ def _accelerated(results: Path) -> Iterator[Row]:
 
 def _in_fp8(results: Path) -> Iterator[Row]:
     """The fastest form of each model against the fastest baseline in the same process."""
-    lines = [json.loads(line) for line in (results / STEPS).read_text().splitlines()]
+    lines = lines_of(results / STEPS)
     fastest: dict[str, tuple[float, float, str]] = {}
     for step in steps_of(lines):
         if step.peer is not None and step.ms < fastest.get(step.row, (math.inf,))[0]:

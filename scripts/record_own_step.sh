@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Records the data of docs/walkthrough.md: `advise --verify` for the examples, then the page.
+# Records the data of docs/results/walkthrough.md: `advise --verify` for the examples, then the page.
 #
 #   scripts/record_own_step.sh cpu     the slow example at a small size: about ten minutes
 #   scripts/record_own_step.sh h200    all three, and a tuned step: at most 18 minutes

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Records the data of docs/step.md and docs/compile.md on one H200, part by part.
+# Records the data of docs/results/step.md and docs/results/compile.md on one H200, part by part.
 #
 #   scripts/record_step.sh race-512 pieces      two parts
 #   scripts/record_step.sh                      all parts: about an hour

@@ -1,4 +1,4 @@
-"""Walk-through of a slow training loop: docs/walkthrough.md, from the output of `advise --verify`.
+"""Walk-through of a slow training loop: docs/results/walkthrough.md, from `advise --verify`.
 
 A file of records has the inspected steps, then every change that was tried.
 """
@@ -56,7 +56,7 @@ def record_files(results: Path) -> Iterator[tuple[str, str, Path]]:
 
 
 def walkthrough_pages(results: Path) -> dict[str, str]:
-    """Return paths under docs/ and texts."""
+    """Return paths under docs/results/ and texts."""
     files = list(record_files(results))
     if not files:
         return {}
@@ -139,7 +139,7 @@ def _walk(example: str, name: str, records: Sequence[Record]) -> Iterator[str]:
     yield f"```sh\nstepscope advise --verify {command}\n```"
     yield f"Recorded in {origin(name, records)}"
     if (stem := Path(name).stem) in HTML_PAGES:
-        yield f"The page it wrote, to open in a browser: `docs/pages/{stem}.html`."
+        yield f"The page it wrote, to open in a browser: `docs/results/pages/{stem}.html`."
     yield "#### The first page"
     yield (
         f"A step takes {duration(facts.step_ms)} and {bytes_(facts.peak_bytes)} at its peak."

@@ -136,14 +136,18 @@ def test_committed_answers_are_findings(pair: tuple[Problem, Part]) -> None:
 
 
 def test_the_page_has_every_problem_and_is_made_from_the_records() -> None:
-    files = course_files(ROOT / "results")
+    files = course_files(ROOT)
     for name, text in files.items():
         assert (ROOT / name).read_text().strip(), name
         if name.endswith(".json"):
             assert json.loads(text) == json.loads((ROOT / name).read_text())
-    page = files["docs/cs336.md"]
+    index = files["docs/cs336.md"].splitlines()
     for problem in PROBLEMS:
-        section = page.partition(f"## {problem.name}\n")[2].partition("\n## ")[0]
-        assert section.count("```sh") == len(problem.parts)
+        link = f"- [{problem.name}](results/cs336/{problem.name}.md) ("
+        (line,) = [line for line in index if line.startswith(link)]
+        assert line.endswith((".", "`."))
+        assert len(line) < 600
+        page = files[f"docs/results/cs336/{problem.name}.md"]
+        assert page.count("```sh") == len(problem.parts)
         for part in problem.parts:
-            assert f"({part.label}) " * bool(part.label) in section
+            assert f"({part.label}) " * bool(part.label) in page

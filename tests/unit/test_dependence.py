@@ -253,7 +253,7 @@ def test_the_record_has_every_condition_and_its_rates_are_as_promised(
 ) -> None:
     assert [rates.condition for rates in recorded] == list(conditions())
     assert min(rates.trials for rates in recorded) >= 2000
-    # Ten or twenty samples do not always show a dependence; docs/compare.md lists where.
+    # Ten or twenty samples do not always show a dependence; docs/results/compare.md lists where.
     above = broken(recorded)
     assert {rates.condition.design for rates in above} <= {"separate"}
     assert max(rates.condition.count for rates in above) < 30

@@ -8,7 +8,9 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,16 @@ def code_blocks(language: str, pages: Sequence[str] = GUIDES) -> list[str]:
 def test_the_readme_is_short() -> None:
     words = (ROOT / "README.md").read_text().split()
     assert len(words) <= 900
+
+
+def test_what_a_person_reads_is_short() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    texts = {page.name: page.read_text() for page in pages}
+    # Not the bars of tables.
+    words = {name: len(re.findall(r"\S*\w\S*", text)) for name, text in texts.items()}
+    assert len(words) > 10
+    assert max(words.values()) <= 3_000, words
+    assert sum(words.values()) <= 25_000
 
 
 def test_generated_pages_match_the_records() -> None:
@@ -135,9 +147,9 @@ def test_the_profile_page_is_generated_from_its_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from profile_page import profile_pages
+    from study_pages import study_pages
 
-    assert profile_pages(tmp_path) == {}
+    assert study_pages(tmp_path) == {}
     sizes = ("small", "medium", "large", "xl", "2.7b")
     records = [
         *(profile_record("forward-backward", size=size, context=128) for size in sizes),
@@ -149,8 +161,9 @@ def test_the_profile_page_is_generated_from_its_records(
         profile_record(size="xl", status="oom", reason="too large"),
     ]
     write_records(records, tmp_path / "profile_h200.jsonl")
-    pages = profile_pages(tmp_path)
+    pages = study_pages(tmp_path)
     text = pages["profile.md"]
+    assert "## More" not in text
     assert {"figures/profile-classes.svg", "figures/profile-timeline.svg"} <= set(pages)
     for target in re.findall(r"\]\((figures/[^)]+)", text):
         assert pages[target].startswith("<svg")
@@ -167,9 +180,9 @@ def test_pages_of_the_fast_step_are_generated_from_their_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from step_page import step_pages
+    from study_pages import study_pages
 
-    assert step_pages(tmp_path) == {}
+    assert study_pages(tmp_path) == {}
     falling = [9.0 - step * 0.1 for step in range(50)]
     records = [
         step_race_record(),
@@ -182,7 +195,7 @@ def test_pages_of_the_fast_step_are_generated_from_their_records(
     write_records(records, tmp_path / "step_h200.jsonl")
     write_records([compile_record(), compile_record("attention")], tmp_path / "compile_h200.jsonl")
     write_records([technique_record(), card_record()], tmp_path / "levers_h200.jsonl")
-    pages = step_pages(tmp_path)
+    pages = study_pages(tmp_path)
     step, compiled, techniques = (pages[n] for n in ("step.md", "compile.md", "techniques-h200.md"))
     titles = re.findall(r"^## (.*)$", step, re.MULTILINE)
     assert titles == [
@@ -210,11 +223,11 @@ def test_several_comparisons_of_steps_have_one_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from step_page import step_pages
+    from study_pages import study_pages
 
     races = [step_race_record(), step_race_record("xl-512")]
     write_records(races, tmp_path / "step_h200.jsonl")
-    section = step_pages(tmp_path)["step.md"].partition("## Against torch.compile\n\n")[2]
+    section = study_pages(tmp_path)["step.md"].partition("## Against torch.compile\n\n")[2]
     assert re.match(r"- Stepscope is 1\.\d\d to 1\.\d\d times as fast .* 2 comparisons", section)
 
 
@@ -222,10 +235,10 @@ def test_pieces_follow_on_the_page_of_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from step_page import step_pages
+    from study_pages import study_pages
 
     write_records([step_race_record()], tmp_path / "step_h200.jsonl")
-    assert "## Each piece alone" not in step_pages(tmp_path)["step.md"]
+    assert "## Each piece alone" not in study_pages(tmp_path)["step.md"]
     common = {
         "piece": "swiglu",
         "shape": "small",
@@ -240,7 +253,7 @@ def test_pieces_follow_on_the_page_of_the_step(
     }
     lines = [json.dumps(common | {"way": name} | fields) for name, fields in variants.items()]
     (tmp_path / "pieces_h200.jsonl").write_text("\n".join(lines) + "\n")
-    text = step_pages(tmp_path)["step.md"]
+    text = study_pages(tmp_path)["step.md"]
     assert "- swiglu: torch.compile's takes 1.5 (small) times as long as Stepscope's." in text
     assert "| swiglu | small | eager | out of memory |" in text
     row = next(line for line in text.splitlines() if line.startswith("| swiglu | small | comp"))
@@ -252,13 +265,13 @@ def test_energy_by_part_follows_on_the_page_of_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from step_page import step_pages
+    from study_pages import study_pages
 
     write_records([step_race_record()], tmp_path / "step_h200.jsonl")
-    assert "## Where the joules go" not in step_pages(tmp_path)["step.md"]
+    assert "## Where the joules go" not in study_pages(tmp_path)["step.md"]
     path = tmp_path / "energy-by-part_h200.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in energy_lines()))
-    text = step_pages(tmp_path)["step.md"]
+    text = study_pages(tmp_path)["step.md"]
     assert (
         "- xl-512: of the 40.0 J of a step: GEMMs 50.0 %, attention 6.2 %, AdamW 37.5 %, other"
         " passes 6.2 %. The parts add up to 40.0 J. With only GEMMs, attention and AdamW the"
@@ -274,7 +287,7 @@ def test_energy_by_part_follows_on_the_page_of_the_step(
     lines = [line | {"layers": 8} for line in energy_lines()]
     lines[3] = lines[3] | {"lost": "out of memory"}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = step_pages(tmp_path)["step.md"]
+    text = study_pages(tmp_path)["step.md"]
     assert "| xl-512 | other passes | out of memory |" in text
     assert "sum of the parts" not in text
     assert "xl-512 is scaled up from 8 of 48 blocks." in text
@@ -333,13 +346,32 @@ def test_pages_of_memory_and_precision_are_generated_from_their_records(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_resolve(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        name, _, anchor = link.partition("#")
+        if "://" not in name:
+            target = page.parent / name if name else page
+            assert target.exists(), f"{page.name} links to {name}"
+            if anchor:
+                assert anchor in anchors(target), f"{page.name} links to {link}"
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    taken: Counter[str] = Counter()
+    made = set()
+    for title in re.findall(r"^#{1,6} (.+)$", text, re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        made.add(f"{slug}-{taken[slug]}" if taken[slug] else slug)
+        taken[slug] += 1
+    return made
 
 
 def test_guides_name_real_commands_and_studies() -> None:
-    for block in code_blocks("sh", (*GUIDES, "docs/cs336.md")):
+    course = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/results/cs336/*.md"))
+    assert len(course) >= 30
+    for block in code_blocks("sh", (*GUIDES, "docs/cs336.md", *course)):
         for line in block.splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["stepscope"]:

@@ -1,4 +1,4 @@
-"""Pages of the fastest training step: docs/step.md, compile.md, techniques-h200.md, with figures.
+"""Pages of one study each, by section: PAGES in docs/results/, with figures.
 
 `python scripts/make_docs.py` generates each once there are records for it.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from energy_page import energy_section
-from page_parts import bullets, figure_files, origin, shown
+from page_parts import bullets, figure_files, origin, readable, shown
 from pieces_page import pieces_section
 
 from stepscope.records.jsonl import read_records
@@ -34,6 +34,27 @@ class Page(NamedTuple):
 
 
 PAGES = {
+    "profile.md": Page(
+        "profile",
+        "profile_h200.jsonl",
+        "Where the time goes, on one H200",
+        {
+            "Where the time of a step goes": ("profile-ledger", "profile-classes"),
+            "From the ideal to the measured step": ("profile-waterfall",),
+            "Timer and profiler": ("profile-sizes", "profile-timer"),
+            "Kernels": ("profile-top", "profile-others"),
+            "GEMMs": ("profile-matmul",),
+            "Inside attention": ("profile-softmax",),
+            "Dtypes and the compiler": ("profile-comparison",),
+            "One step in full": (
+                "profile-timeline",
+                "profile-kernels",
+                "profile-modules",
+                "profile-outliers",
+            ),
+            "Not traced": ("profile-lost",),
+        },
+    ),
     "step.md": Page(
         "step",
         "step_h200.jsonl",
@@ -74,8 +95,8 @@ PAGES = {
 }
 
 
-def step_pages(results: Path) -> dict[str, str]:
-    """Return paths under docs/ and texts of each page and figure."""
+def study_pages(results: Path) -> dict[str, str]:
+    """Return paths under docs/results/ and texts of each page and figure."""
     pages: dict[str, str] = {}
     for name, page in PAGES.items():
         if (results / page.records).exists():
@@ -98,7 +119,7 @@ def _parts(
     )
     yield f"*{study.question}*"
     for title in (None, *page.sections, MORE):
-        own = [block for block in blocks if _section(page, block) == title]
+        own = [block for block in readable(blocks) if _section(page, block) == title]
         if own and title is not None:
             yield f"## {title}"
         yield from filter(None, ("\n".join((*_range_of_races(own), bullets(own))).strip(),))
