@@ -14,7 +14,7 @@ from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Interval
 from stepscope.studies.flash import STUDY
 from stepscope.studies.flash.races import PUBLISHED
-from study_records import flash_record, matrix_ceiling, race_record, tiles_record
+from study_records import flash_record, matrix_ceiling, race_record
 from view_blocks import figures_of, table_of, tables_of
 
 
@@ -416,12 +416,6 @@ SENTENCES = {
         [flash_record(), flash_record(seq=8192, status="oom", reason="too large")],
         "1 of 2 cases ran out of memory: triton_b1_h1_s8192_d64_bfloat16_causal. First reason: too"
         " large",
-    ),
-    "flash.tile-choice": (
-        [tiles_record(took={"chosen": 0.3, "64x64": 0.2, "64x128": 0.3})],
-        "The chosen tiles of 1 kernels compared with 16 sizes with 4 warps: 1 are shown to be more"
-        " than 5.0 % slower than the fastest; at 1,16,4096,64 the forward kernel takes 300 µs with"
-        " the chosen tile and 200 µs with 64 × 64.",
     ),
 }
 

@@ -4,15 +4,14 @@
     stepscope run flash --part race           # the implementations against each other
     stepscope run flash --part grid --attention sdpa tiled --context 128 --head-dim 64 --device cpu
 
-The study has three parts. `grid` has one case for each implementation, dtype, length and head
+The study has two parts. `grid` has one case for each implementation, dtype, length and head
 dimension, with forward, backward and both in one record. `race` compares all implementations
 interleaved on the same tensors: a GPU at its power limit lowers its clock, so only interleaved
-times are comparable. `tiles` times Stepscope's kernels with every tile size, to check the chosen
-ones.
+times are comparable.
 
-The full study takes an estimated 16 minutes on one H200: 5 minutes for the 420 eager cells of the
-grid, 6 minutes for its 80 cells that torch compiles first, 3.5 minutes for 100 tiles at 2 s, and
-1.5 minutes for 16 comparisons. `--attention triton sdpa_cudnn` leaves out most of it.
+The full study takes an estimated 13 minutes on one H200: 5 minutes for the 420 eager cells of the
+grid, 6 minutes for its 80 cells that torch compiles first, and 1.5 minutes for 16 comparisons.
+`--attention triton sdpa_cudnn` leaves out most of it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from stepscope.studies.flash.cases import (
     FlashFlags,
     grid_cases,
     race_cases,
-    tile_cases,
 )
 
 
@@ -57,7 +55,6 @@ class Flash(Study[FlashFlags, FlashCase]):
             *(race for race in races if race.is_short),
             *(grid_cases(flags) if "grid" in flags.part else ()),
             *(race for race in races if not race.is_short),
-            *(tile_cases(flags) if "tiles" in flags.part else ()),
         )
 
     def headline(self, records: Sequence[Record]) -> Table | None:
