@@ -103,10 +103,9 @@ def test_a_recorder_that_raises_costs_the_snapshot_and_nothing_else(
     monkeypatch.setattr("torch.cuda.memory._record_memory_history", refuse)
     device = pick_device("cpu")
     step = TransformerStep(FORWARD, device)
-    assert measure._snapshot(step, device, FORWARD) == ({}, [])
+    assert measure._snapshot(step, device, FORWARD) == {}
     device.kind = "cuda"
-    noted, turns = measure._snapshot(step, device, FORWARD)
+    noted = measure._snapshot(step, device, FORWARD)
     assert noted == {
         "snapshot_missing": "RuntimeError: cudaMallocAsync does not yet support recordHistory"
     }
-    assert turns == []
