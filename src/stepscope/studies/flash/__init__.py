@@ -16,13 +16,12 @@ grid, 6 minutes for its 80 cells that torch compiles first, and 1.5 minutes for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from stepscope.records.schema import Environment, Record
+from stepscope.records.schema import Record
 from stepscope.report.blocks import Table
 from stepscope.studies.base import Study
 from stepscope.studies.flash.cases import (
-    PUBLISHED_SHAPES,
     FlashCase,
     FlashFlags,
     grid_cases,
@@ -61,44 +60,6 @@ class Flash(Study[FlashFlags, FlashCase]):
         from stepscope.studies.flash.view import headline_table
 
         return headline_table(self.results(records))
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[FlashFlags]]:
-        if environment.device_kind == "cpu":
-            quick = FlashFlags(
-                part=("grid", "race"),
-                attention=("reference", "tiled", "sdpa"),
-                dtype=("float32",),
-                context=(128, 512),
-                head_dim=(64,),
-                shape=(),
-                race=("1x4x256x64:float32",),
-                racers=("reference", "tiled", "sdpa", "auto"),
-                rounds=8,
-                race_seconds=0.0,
-            )
-        else:
-            # Half a minute: nothing here is compiled by torch.
-            quick = FlashFlags(
-                part=("grid", "race"),
-                attention=("triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "reference"),
-                dtype=("bfloat16",),
-                context=(512, 2048, 8192),
-                head_dim=(64, 128),
-                shape=(),
-                race=PUBLISHED_SHAPES,
-                racers=("triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "auto"),
-            )
-        # The course's write-ups compare with naive attention and time the leaderboard shape.
-        course = FlashFlags(
-            part=("grid",),
-            attention=("triton", "sdpa_flash", "reference", "tiled"),
-            shape=("1x16x16384x64",),
-        )
-        return (
-            {"quick": (quick,)}
-            | dict.fromkeys(("seeds", "cs336-2026"), (course,))
-            | dict.fromkeys(("h200", "full"), (FlashFlags(),))
-        )
 
 
 STUDY = Flash()
