@@ -36,21 +36,8 @@ class Leaderboard(Study[LeaderboardFlags, LeaderboardCase]):
     no_model = "it times the model of the assignment"
 
     def cases(self, flags: LeaderboardFlags) -> tuple[LeaderboardCase, ...]:
-        return tuple(
-            LeaderboardCase(
-                size=flags.size,
-                table=flags.table,
-                overrides=flags.overrides,
-                context=flags.context,
-                per_rank=flags.per_rank,
-                ranks=ranks,
-                backend=flags.backend,
-                dtype=flags.dtype,
-                warmup_seconds=flags.warmup_seconds,
-                seconds=flags.seconds,
-            )
-            for ranks in flags.ranks
-        )
+        fields = {n: getattr(flags, n) for n in LeaderboardCase.__struct_fields__}
+        return tuple(LeaderboardCase(**fields | {"ranks": ranks}) for ranks in flags.ranks)
 
 
 STUDY = Leaderboard()
