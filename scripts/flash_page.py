@@ -26,7 +26,7 @@ SECTIONS = {
 OF_KERNELS = {
     "Accuracy": ("flash-errors", "flash-error-misses"),
     "What ran": ("flash-kernels",),
-    "The kernels": ("flash-health", "flash-tile-choice", "flash-tiles-"),
+    "The kernels": ("flash-health",),
 }
 
 
@@ -81,7 +81,7 @@ def _parts(
             if name in tables
         )
     yield "## Findings"
-    yield f"Grid and tiles: {origin('flash_h200.jsonl', grid)} {_outcome(grid)}"
+    yield f"Grid: {origin('flash_h200.jsonl', grid)} {_outcome(grid)}"
     yield f"Not in the grid: {'; '.join(_not_measured())}."
     yield bullets(blocks)
     yield from _sections(SECTIONS, blocks)

@@ -32,7 +32,6 @@ from study_records import (
     memory_record,
     profile_record,
     race_record,
-    tiles_record,
     warmup_record,
 )
 from technique_records import card_record, technique_record
@@ -292,11 +291,9 @@ def flash_records() -> list[Record]:
             "1x1x128x64",
             in_a_row={"triton": 0.1, "sdpa": 0.1, "auto": 0.1},
         ),
-        tiles_record(out={"128x128": "does not fit: out of resource: shared memory"}),
         *(
             flash_record(seq=16384, head=head, status=status, reason=FAILURES[status])
             for head, status in zip((16, 32, 64, 128), FAILURES, strict=True)
         ),
         race_record({"triton": 1.0}, "4x16x4096x64", status="oom", reason=FAILURES["oom"]),
-        tiles_record("query", status="skipped", reason=FAILURES["skipped"]),
     ]

@@ -15,7 +15,7 @@ from sample_records import value_of
 from stepscope.analysis.scaling import fitted_exponent
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice, pick_device
-from stepscope.records.schema import FailedCheck, Quantity, Record
+from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Finding
 from stepscope.studies.attention.view import peak_lines, predicted_peak_bytes
 from stepscope.studies.attention.workload import AttentionStep, AttentionWorkload
@@ -185,17 +185,6 @@ def test_a_dtype_that_is_not_a_tensor_dtype_is_rejected() -> None:
         workload(dtype="tf32")
 
 
-def test_exponents_are_fitted_to_the_times() -> None:
-    records = [
-        attention_record(mode, seq=seq, step=step)
-        for mode, power in (("forward", 2.0), ("backward", 1.5))
-        for seq, step in ((256, 1.0), (1024, 4.0**power), (4096, 16.0**power))
-    ]
-    assert by_pass(records, "attention.time-by-length") == pytest.approx(
-        {"forward": 2.0, "backward": 1.5}
-    )
-
-
 def test_predicted_saved_bytes_are_compared_with_measured() -> None:
     near = attention_record(seq=256)
     predicted = near.quantity("predicted_saved_bytes")
@@ -246,17 +235,6 @@ def test_the_peak_on_a_gpu_has_one_more_tensor_and_the_cublas_workspace(library:
     assert (fits["fits"], fits["beyond"]) == (32768, 65536)
 
 
-def test_the_part_that_does_not_grow_with_d_is_reported() -> None:
-    records = [
-        attention_record(seq=4096, head=head, step=10.0 + 0.1 * head) for head in (16, 32, 64)
-    ]
-    result = finding(records, "attention.time-by-width")
-    assert result.values["at_zero_ms"] == pytest.approx(10.0)
-    assert result.conclusion.startswith("A linear fit")
-    steeper = [attention_record(seq=4096, head=head, step=0.01 * head**2) for head in (16, 32, 64)]
-    assert finding(steeper, "attention.time-by-width").conclusion == ""
-
-
 def test_fitted_exponent_of_a_power_law_and_of_invalid_points() -> None:
     x = [1.0, 2.0, 4.0, 8.0]
     assert fitted_exponent(x, [3 * value**1.7 for value in x]) == pytest.approx(1.7)
@@ -276,29 +254,7 @@ def test_a_case_beyond_host_memory_is_skipped() -> None:
         AttentionStep(workload(seq=512), SmallHost())
 
 
-def test_growth_is_fitted_by_implementation() -> None:
-    records = [
-        attention_record(seq=seq, step=step, attention=attention)
-        for attention, power in (("reference", 2.0), ("tiled", 1.0))
-        for seq, step in ((256, 1.0), (1024, 4.0**power), (4096, 16.0**power))
-    ]
-    assert by_pass(records, "attention.time-by-length") == pytest.approx(
-        {"forward": 2.0, "forward (tiled)": 1.0}
-    )
-
-
 SENTENCES = {
-    "attention.time-by-length": (
-        [attention_record(seq=seq, step=seq**2 / 1e4) for seq in (256, 1024, 4096)],
-        "The time of the forward pass grows as length to the power 2.00 over 256 to 4096 (at d 64);"
-        " the FLOPs grow to the power 2.",
-    ),
-    "attention.time-by-width": (
-        [attention_record(seq=4096, head=head, step=10 + 0.1 * head) for head in (16, 32, 64)],
-        "The time of the forward pass grows as d to the power 0.250 over 16 to 64 (at length 4096);"
-        " the FLOPs grow to the power 1. A linear fit has an intercept of 10.0 ms at d 0: the"
-        " memory traffic of the length × length tensors, which does not depend on d.",
-    ),
     "attention.memory-growth": (
         [attention_record(seq=seq, saved=40.0 * seq**2) for seq in (256, 1024, 4096)],
         "The memory saved for backward by the forward pass grows as length to the power 2.00 over"
@@ -377,28 +333,3 @@ def lengths(*steps: float, **changes: object) -> list[Record]:
         attention_record("backward", seq=seq, step=step, **changes)  # type: ignore[arg-type]
         for seq, step in zip((256, 1024, 4096), steps, strict=True)
     ]
-
-
-def test_a_growth_finding_has_code_values_and_records() -> None:
-    records = lengths(1.0, 16.0, 256.0)
-    (match,) = growth(records)
-    assert match.code == "attention.time-by-length"
-    assert match.values["exponent"] == pytest.approx(2.0)
-    assert match.records == tuple(record.id for record in records)
-
-
-def test_times_of_a_busy_machine_are_not_fitted() -> None:
-    busy = (FailedCheck(code="busy-machine", message="planted"),)
-    (match,) = growth(
-        [*lengths(1.0, 16.0, 256.0)[:2], *lengths(1.0, 16.0, 256.0, failed_checks=busy)[2:]]
-    )
-    assert (match.code, match.tone) == ("attention.growth-unknown", "warn")
-    assert "power" not in match.sentence
-    assert "1.00 ms at 256, 16.0 ms at 1024, 256 ms at 4096" in match.sentence
-
-
-def test_a_negative_exponent_is_not_reported_as_growth() -> None:
-    (match,) = growth(lengths(500.0, 30.0, 2.5))
-    assert match.code == "attention.growth-unknown"
-    assert match.values["exponent"] == pytest.approx(-1.9, abs=0.05)
-    assert "power" not in match.sentence

@@ -191,15 +191,6 @@ def test_a_budget_case_that_did_not_run_reports_the_reason() -> None:
     assert (failed.values["status"], failed.tone) == ("oom", "warn")
 
 
-def test_predictions_rest_on_every_run_and_on_no_time() -> None:
-    records = [checkpointing_record("no"), checkpointing_record("1", budget_gib=0.5)]
-    prediction = finding(records, "prediction")
-    assert "Predicted peaks of 2 runs are off by 1.0 % in the median" in prediction.text
-    assert prediction.values["worst"] == pytest.approx(0.01)
-    assert prediction.records == tuple(record.id for record in records)
-    assert (prediction.tone, prediction.timed) == ("good", False)
-
-
 @pytest.mark.parametrize("budget_gib", [0.0125, 0.02, 0.3333, 4.0, 60.0, 79.15])
 def test_the_key_of_a_budget_is_the_requested_number(budget_gib: float) -> None:
     flags = small_flags(checkpoint=("no",), budget_gib=budget_gib)

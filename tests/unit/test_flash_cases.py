@@ -11,7 +11,7 @@ from stepscope.errors import UsageError
 from stepscope.studies.attention.workload import RULES
 from stepscope.studies.flash import STUDY
 from stepscope.studies.flash.cases import AttentionRaceCase, FlashFlags, GridCase, Shape, TilesCase
-from study_records import flash_record, race_record, tiles_record
+from study_records import flash_record, race_record
 
 
 def grid(**flags: object) -> tuple[GridCase, ...]:
@@ -43,7 +43,7 @@ def test_compiled_cells_come_last_and_shapes_stay_together() -> None:
     assert set(names[first:]) == {"flex", "compiled"}
     cases = STUDY.cases(FlashFlags())
     kinds = [type(case) for case in cases]
-    order = [AttentionRaceCase, GridCase, AttentionRaceCase, TilesCase]
+    order = [AttentionRaceCase, GridCase, AttentionRaceCase]
     assert [kind for kind, _ in itertools.groupby(kinds)] == order
     # Short races include host time, so they run before any profiler.
     assert kinds[:9] == [AttentionRaceCase] * 8 + [GridCase]
@@ -69,13 +69,6 @@ def test_short_races_time_more_consecutive_calls() -> None:
     assert all("_b1_h1_" in key for key in many)
     assert all(case.back_to_back and case.host_ahead for case in races)
     assert {case.racers for case in races} == {FlashFlags().racers}
-
-
-def test_every_kernel_has_a_tiles_case() -> None:
-    cases = STUDY.cases(FlashFlags(part=("tiles",)))
-    assert {(case.config["pass"], case.head) for case in cases} == {
-        (kernel, head) for kernel in ("forward", "key_value", "query") for head in (64, 128)
-    }
 
 
 @pytest.mark.parametrize("text", ["1x2x3", "1x2x3x4x5", "0x1x1x1", "1,16,64,64", "axbxcxd", ""])
@@ -111,14 +104,16 @@ def test_invalid_flags_are_rejected() -> None:
 def test_cases_are_decoded_from_the_configs_of_records() -> None:
     for case in STUDY.cases(FlashFlags()):
         assert STUDY.decode(case.config) == case
-    records = [flash_record(), race_record({"triton": 1.0}), tiles_record("key_value", head=128)]
-    grid_case, race, tiles = (result.case for result in STUDY.results(records))
+    records = [flash_record(), race_record({"triton": 1.0})]
+    grid_case, race = (result.case for result in STUDY.results(records))
     assert isinstance(grid_case, GridCase)
     assert (grid_case.attention, grid_case.sizes) == ("triton", "1,1,4096,64")
     assert isinstance(race, AttentionRaceCase)
     assert (race.racers, race.sizes) == (("triton",), "1,16,16384,64")
-    assert isinstance(tiles, TilesCase)
-    assert (tiles.kernel, tiles.tile_sizes) == ("key_value", (16, 32, 64, 128))
+    tiles = Shape.parse("1x16x4096x64").config | {"kind": "tiles", "pass": "query", "causal": True}
+    old = STUDY.decode(tiles | {"sizes": [16, 32], "warps": 4, "samples": 7})
+    assert isinstance(old, TilesCase)
+    assert old.key == "tiles_query_d64"
 
 
 def test_keys_and_configs_are_stable() -> None:
@@ -153,20 +148,6 @@ def test_keys_and_configs_are_stable() -> None:
         "warmup": 2,
         "rounds": 20,
         "min_seconds": 0.5,
-    }
-    assert first[TilesCase].key == "tiles_forward_d64"
-    assert first[TilesCase].config == {
-        "kind": "tiles",
-        "pass": "forward",
-        "batch": 1,
-        "heads": 16,
-        "seq": 4096,
-        "head": 64,
-        "dtype": "bfloat16",
-        "causal": True,
-        "sizes": (16, 32, 64, 128),
-        "warps": 4,
-        "samples": 7,
     }
     assert {case.needs for case in first.values()} == {("bfloat16",)}
 

@@ -22,7 +22,7 @@ from stepscope.studies.base import CaseSkipped, Measurement
 from stepscope.studies.flash import STUDY
 from stepscope.studies.flash.accuracy import errors
 from stepscope.studies.flash.cases import FlashFlags, Shape
-from stepscope.studies.flash.measure import launch_resources, measure_tile
+from stepscope.studies.flash.measure import launch_resources
 
 
 class Bench:
@@ -263,45 +263,3 @@ def test_under_the_interpreter_there_are_tiles_but_no_registers(
     assert {(one.variant, one.name) for one in launch_resources(run)} == {
         ("forward", name) for name in ("tile_m", "tile_n", "warps", "stages")
     }
-
-
-def test_only_the_kernel_of_the_tile_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = Launches(monkeypatch, most=1 << 20)
-    result = measure_tile("query", Tile(128, 16, 4, 2), launches.run, 7, Bench())
-    assert not isinstance(result, str)
-    times, facts = result
-    assert times == (2.0,) * 7
-    assert facts["spills"] == (2, "registers")
-    assert facts["tile_m"] == (128, "rows")
-
-
-def test_fewer_stages_are_tried_before_a_tile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = Launches(monkeypatch, most=8192)
-    result = measure_tile("forward", Tile(64, 64, 4, 3), launches.run, 2, Bench())
-    assert not isinstance(result, str)
-    assert result[1]["stages"] == (2, "stages")
-    refused = measure_tile("forward", Tile(128, 128, 4, 3), launches.run, 2, Bench())
-    assert isinstance(refused, str)
-    assert refused.startswith("does not fit: out of resource: shared memory")
-
-
-def test_a_tile_that_does_not_compile_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    Launches(monkeypatch)
-
-    def run() -> None:
-        raise AssertionError("m must be 64\nand more")
-
-    result = measure_tile("forward", Tile(16, 16, 4, 3), run, 2, Bench())
-    assert result == "does not compile: AssertionError: m must be 64"
-
-
-def test_a_kernel_that_the_profiler_did_not_see_is_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    launches = Launches(monkeypatch, most=1 << 20)
-    assert measure_tile("key_value", Tile(16, 16, 4, 1), launches.run, 2, Bench()) == (
-        "was not launched"
-    )
-    monkeypatch.setattr(kernels, "profile_kernels", lambda run, device: ())  # noqa: ARG005
-    result = measure_tile("forward", Tile(16, 16, 4, 1), launches.run, 2, Bench())
-    assert result == "the profiler saw no forward_kernel"

@@ -14,7 +14,7 @@ from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Interval
 from stepscope.studies.flash import STUDY
 from stepscope.studies.flash.races import PUBLISHED
-from study_records import flash_record, matrix_ceiling, race_record, tiles_record
+from study_records import flash_record, matrix_ceiling, race_record
 from view_blocks import figures_of, table_of, tables_of
 
 
@@ -74,44 +74,6 @@ class TestSpeed:
         (row,) = table(races, "flash-speed")
         assert (row["compared with"], row["shape"]) == ("sdpa_efficient", "1,16,4096,64 fp32")
         assert row["speedup"].value == pytest.approx(1.25)
-
-    def test_short_lengths_include_cpu_time(self) -> None:
-        races = [
-            race_record(
-                {"triton": 0.01, "sdpa": 0.02, "auto": 0.01},
-                f"1x1x{seq}x64",
-                in_a_row={"triton": 0.2, "sdpa": wall, "auto": 0.1},
-            )
-            for seq, wall in ((128, 0.1), (256, 0.3))
-        ]
-        ours, auto = table(races, "flash-speed")
-        assert "1,1,128,64" in ours["shape"]
-        assert ours["speedup"].value == pytest.approx(0.5)
-        assert auto["speedup"].value == pytest.approx(1.0)
-        by_ours = {one.values["ours"]: one for one in findings(races, "flash.short-calls")}
-        assert (by_ours["triton"].values["slower"], by_ours["auto"].values["slower"]) == (1, 0)
-        assert by_ours["triton"].values["shape"] == "1,1,128,64"
-        assert by_ours["auto"].records == tuple(record.id for record in races)
-
-    @pytest.mark.parametrize(("spread", "slower"), [(0.0, 1), (0.3, 0)], ids=("clear", "wide"))
-    def test_short_calls_are_slower_only_if_the_interval_shows_it(
-        self, spread: float, slower: int
-    ) -> None:
-        took = {"triton": 0.2, "sdpa": 0.19}
-        record = race_record(took, "1x1x128x64", in_a_row=took)
-        series = [
-            msgspec.structs.replace(
-                one, values=tuple(0.19 * (1 + spread * (-1) ** at) for at in range(20))
-            )
-            if (one.name, one.variant) == ("wall", "sdpa")
-            else one
-            for one in record.series
-        ]
-        races = [msgspec.structs.replace(record, series=tuple(series))]
-        (row,) = table(races, "flash-speed")
-        assert row["speedup"].value < 1.0
-        match = finding(races, "flash.short-calls")
-        assert (match.values["slower"], match.tone) == (slower, "warn" if slower else "info")
 
     def test_the_caption_says_how_a_sample_starts(self) -> None:
         def caption(records: Sequence[Record]) -> str:
@@ -182,15 +144,6 @@ class TestGrid:
         assert [curve.label for curve in figure.curves] == ["triton", "sdpa_efficient"]
         scale = 1e12 if figure.y_label.endswith("TFLOP/s") else 1e9
         assert figure.marks[0].value * scale == pytest.approx(700e12)
-
-    def test_a_slower_16_bit_dtype_is_reported(self) -> None:
-        good = [flash_record(dtype="bfloat16", both=1.0), flash_record(dtype="float32", both=4.0)]
-        match = finding(good, "flash.narrow-dtype")
-        assert (match.values["shapes"], match.values["slower"], match.tone) == (1, 0, "info")
-        bad = [flash_record(dtype="bfloat16", both=5.0), flash_record(dtype="float32", both=4.0)]
-        match = finding(bad, "flash.narrow-dtype")
-        assert (match.values["slower"], match.tone) == (1, "warn")
-        assert match.records == tuple(record.id for record in bad)
 
     @pytest.mark.parametrize(
         ("dtype", "error", "missed"),
@@ -276,28 +229,6 @@ class TestGrid:
         assert {curve.x for curve in drawn.curves} == {(2048.0, 4096.0)}
         assert "Shorter lengths are left out" in drawn.caption
 
-    def test_ours_against_the_fastest_other(self) -> None:
-        records = [
-            flash_record(seq=4096, both=1.0),
-            flash_record("flex", seq=4096, both=0.8),
-            flash_record("sdpa_flash", seq=4096, both=2.0),
-            flash_record(seq=8192, both=1.0),
-            flash_record("flex", seq=8192, both=1.5),
-            flash_record(seq=512, both=1.0),
-            flash_record("flex", seq=512, both=0.5, issued=0.4),
-        ]
-        rows = table(records, "flash-fastest-baseline")
-        assert [(row["fastest other"], row["limited by"]) for row in rows] == [
-            ("flex", "CPU"),
-            ("flex", "GPU"),
-            ("flex", "GPU"),
-        ]
-        assert [row["speedup"] for row in rows] == pytest.approx([0.5, 0.8, 1.5])
-        match = finding(records, "flash.fastest-baseline").values
-        assert (match["by_kernels"], match["faster"], match["behind"]) == (2, 1, 1)
-        assert match["lowest"] == pytest.approx(0.8)
-        assert (match["by_host"], match["behind_by_host"]) == (1, 1)
-
     def test_every_error_that_exceeds_the_policy_is_listed(self) -> None:
         records = [flash_record("flex", dtype="float32", error=2.5), flash_record(error=0.5)]
         by_name = {row["attention"]: row for row in table(records, "flash-errors")}
@@ -363,26 +294,11 @@ SENTENCES = {
         [race_record({"triton": 4.6})],
         "1,16,16384,64 takes 4.60 ms forward and backward.",
     ),
-    "flash.short-calls": (
-        [race_record({"triton": 0.01}, "1x1x128x64", in_a_row={"triton": 0.2, "sdpa": 0.1})],
-        "In consecutive calls, CPU time included, triton is 0.500 times as fast as sdpa over 1"
-        " shape with one head (lowest 0.500 at 1,1,128,64): significantly slower at 1 of them.",
-    ),
-    "flash.racer-failed": (
-        [race_record({"triton": 1.0}, out={"tiled": "failed: RuntimeError: no"})],
-        "tiled at 1,16,16384,64 bfloat16 failed: RuntimeError: no",
-    ),
     "flash.highest-rate": (
         [flash_record(both=1.0), flash_record("flex", both=0.8)],
         "The highest rate in bfloat16 is 9.40 TFLOP/s forward and backward, flex at 1,1,4096,64,"
         " 1.3 % of the 700 TFLOP/s that matmuls alone reach here; Stepscope reaches 7.52 TFLOP/s at"
         " 1,1,4096,64.",
-    ),
-    "flash.fastest-baseline": (
-        GPU_AND_CPU_BOUND,
-        "Compared with the fastest other implementation at each of 2 shapes (timed one after the"
-        " other, not interleaved), Stepscope is faster at 0 of 1 GPU-bound shapes and slower at 1"
-        " (0.800 of flex at 1,1,4096,64 bfloat16).",
     ),
     "flash.host-bound": (
         GPU_AND_CPU_BOUND,
@@ -390,11 +306,6 @@ SENTENCES = {
         " rates are not those of the kernels (* in the tables). With one head, every cell below"
         " length 4096 is CPU-bound. In these cells issuing a forward and backward pass of triton"
         " takes 40.0 µs to 40.0 µs.",
-    ),
-    "flash.narrow-dtype": (
-        [flash_record(both=5.0), flash_record(dtype="float32", both=4.0)],
-        "Stepscope's kernels in a 16-bit dtype compared with float32, 1 shape: slower at bfloat16"
-        " 1,1,4096,64.",
     ),
     "flash.memory-growth": (
         [flash_record(seq=seq, peak=1000.0 * seq) for seq in (1024, 2048, 4096)],
@@ -416,12 +327,6 @@ SENTENCES = {
         [flash_record(), flash_record(seq=8192, status="oom", reason="too large")],
         "1 of 2 cases ran out of memory: triton_b1_h1_s8192_d64_bfloat16_causal. First reason: too"
         " large",
-    ),
-    "flash.tile-choice": (
-        [tiles_record(took={"chosen": 0.3, "64x64": 0.2, "64x128": 0.3})],
-        "The chosen tiles of 1 kernels compared with 16 sizes with 4 warps: 1 are shown to be more"
-        " than 5.0 % slower than the fastest; at 1,16,4096,64 the forward kernel takes 300 µs with"
-        " the chosen tile and 200 µs with 64 × 64.",
     ),
 }
 

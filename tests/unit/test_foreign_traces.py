@@ -270,19 +270,6 @@ def test_one_kernel_is_in_the_singular() -> None:
     assert "in 1 kernel." in sentences(summary_of(trace))
 
 
-def test_classes_count_kernels_without_a_phase() -> None:
-    """Unattributed time, which contains gaps too, is not reported as running work."""
-    trace = training_step()
-    trace.kernel(SGEMM, 700, 900)
-    text = sentences(summary_of(trace))
-    (classes,) = (
-        part for part in text.split(". ") if part.startswith("Share of the time of all kernels")
-    )
-    assert "unattributed" not in classes
-    # 4 matmuls of 40 µs and one of 200, of 360 + 5 · 10 + 30 µs.
-    assert f"matmul {100 * 360 / 440:.1f} %" in classes
-
-
 # Size.
 
 

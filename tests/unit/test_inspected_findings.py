@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from own_records import attached, inspected_record
 from sample_records import environment, times
 from stepscope.advisor.inspect.gather import with_profile
-from stepscope.analysis.trace.summary import LedgerLine, Summary
+from stepscope.analysis.trace.summary import Summary
 from stepscope.records.memory import PARAMETERS, SAVED
 from stepscope.records.schema import Ceiling, Quantity, Record
 from stepscope.report.blocks import Finding
@@ -122,34 +119,6 @@ def test_module_whose_name_is_a_number_is_not_read_as_a_count() -> None:
 
 def watched_with(**changes: object) -> ProgramRecord:
     return ProgramRecord(with_summary(inspected_record(), **changes))
-
-
-@given(
-    lines=st.lists(
-        st.tuples(
-            st.sampled_from(("forward", "backward", "idle")),
-            st.sampled_from(("matmul", "softmax", "host", "other")),
-            st.floats(0, 1),
-        ),
-        min_size=1,
-        max_size=8,
-    ),
-    unattributed=st.floats(-1, 1),
-)
-def test_shares_of_kernels_have_one_total(
-    lines: list[tuple[str, str, float]], unattributed: float
-) -> None:
-    """Holds even if a ledger does not add up."""
-    ledger_lines = tuple(
-        LedgerLine(phase=p, kind=k, ms=ms)
-        for p, k, ms in (*lines, ("", "unattributed", unattributed))
-    )
-    lead = watched_with(lines=ledger_lines)
-    texts = [one.text for one in inspected_findings([lead])]
-    for text in texts:
-        if text.startswith("Share of the time of all"):
-            shares = [float(one) for one in re.findall(r"([\d.e+-]+) %", text)]
-            assert sum(shares) <= 100.2, text
 
 
 @pytest.mark.parametrize(

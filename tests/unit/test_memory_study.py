@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from stepscope.studies.memory import measure
 from stepscope.studies.memory.cases import MemoryFlags
 from stepscope.studies.registry import find_study
 from stepscope.studies.trace.measure import TRACES
-from stepscope.studies.training.peaks import interleaved_steps
 from stepscope.studies.training.transformer import TransformerStep
 from stepscope.studies.training.workload import Workload
 
@@ -52,7 +49,7 @@ def test_a_case_on_this_machine_is_predicted_and_attributed() -> None:
         assert peak == phase.allocated
     modules = {tensor.module.split(".")[0] for tensor in measured.attachments["saved"]}
     assert modules == {"blocks", "norm", "head", "loss"}
-    timed = {"step", "forward", "loss", "backward", "optimizer", "recorded"}
+    timed = {"step", "forward", "loss", "backward", "optimizer"}
     assert {s.name for s in measured.series} == timed
     ends = measured.attachments["ends"]
     assert [end.phase for end in ends] == [MODEL_BUILT, *(peak.phase for peak in phases), STEP_END]
@@ -106,27 +103,9 @@ def test_a_recorder_that_raises_costs_the_snapshot_and_nothing_else(
     monkeypatch.setattr("torch.cuda.memory._record_memory_history", refuse)
     device = pick_device("cpu")
     step = TransformerStep(FORWARD, device)
-    assert measure._snapshot(step, device, FORWARD) == ({}, [])
+    assert measure._snapshot(step, device, FORWARD) == {}
     device.kind = "cuda"
-    noted, turns = measure._snapshot(step, device, FORWARD)
+    noted = measure._snapshot(step, device, FORWARD)
     assert noted == {
         "snapshot_missing": "RuntimeError: cudaMallocAsync does not yet support recordHistory"
     }
-    assert turns == []
-
-
-def test_steps_are_interleaved_in_an_order_that_changes() -> None:
-    device, order = pick_device("cpu"), []
-
-    def context(name: str) -> Callable[[], AbstractContextManager[None]]:
-        @contextmanager
-        def entered() -> Iterator[None]:
-            order.append(name)
-            yield
-
-        return entered
-
-    contexts = {name: context(name) for name in "ab"}
-    took = interleaved_steps(TransformerStep(FORWARD, device), device, contexts, rounds=3)
-    assert order == [*"ab", *"ba", *"ab"]
-    assert {name: len(samples) for name, samples in took.items()} == {"a": 3, "b": 3}

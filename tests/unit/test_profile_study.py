@@ -317,21 +317,6 @@ def test_the_issue_time_of_the_host_is_compared_with_the_device() -> None:
     assert "the CPU takes 900 µs to issue what the GPU runs in 240 µs." in finding.text
 
 
-def test_the_attributed_share_is_reported() -> None:
-    finding = by_code(profile_record(), profile_record("forward", trace=busy_step()))["attributed"]
-    # All 100 µs of the backward pass belong to a block.
-    assert finding.values == {"class": 1.0, "backward_part": 1.0}
-    assert finding.sentence == (
-        "At least 100.0 % of the work of every step has a class, and at least 100.0 % of every"
-        " backward pass a part of the model."
-    )
-    odd = training_step()
-    odd.kernel("mystery", 870, 930, launch=(860, 865))
-    found = by_code(profile_record(trace=odd))["attributed"]
-    assert found.values["class"] == pytest.approx(0.8)
-    assert found.tone == "warn"
-
-
 def test_a_graph_is_compared_with_the_step_without_its_optimizer() -> None:
     record = profile_record(experiments={"graph_replay": 0.4, "loss": 0.0 + 1e-9}, step=1.0)
     (group,) = grouped(record)

@@ -288,12 +288,6 @@ def test_contention_of_packing_and_reductions() -> None:
     assert comparison is not None
     assert (comparison.upkeep.slowed, comparison.upkeep.drag) == pytest.approx((1.5, 0.5))
     assert check_of(record).comparison.upkeep[-2:] == (1.0, 0.0)  # type: ignore[union-attr]
-    alone = msgspec.structs.replace(record, series=(*recorded_record().series, *series))
-    assert [one.conclusion for one in findings(record)] == [""]
-    assert [one.conclusion for one in findings(alone)] == [
-        "Packing a gradient takes 1.50× as long during a reduction. Every ms of packing delays the"
-        " reduction by 0.50 ms."
-    ]
 
 
 def test_a_check_without_samples_of_the_link_is_none() -> None:

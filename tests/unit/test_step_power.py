@@ -10,7 +10,7 @@ from fake_device import FakeClock
 from own_records import own_record
 from sample_records import environment
 from step_records import step_race_record, tiny_race_case, waterfall_record
-from stepscope.analysis.power import Draw, draw, power_capped
+from stepscope.analysis.power import Draw, power_capped
 from stepscope.measure import energy
 from stepscope.measure.device import CpuDevice, Timestamp
 from stepscope.records.schema import Quantity, Reading, Record
@@ -124,26 +124,6 @@ class TestPage:
             "energy / limit": "ms",
         }
 
-    def test_a_side_at_the_power_cap_is_reported(self) -> None:
-        record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=H200)
-        findings = self.findings(record)
-        assert [finding.sentence for finding in findings.values()] == [
-            "xl-512: a step takes 60.8 ms, 59.0 % MFU (measured) in consecutive steps; the"
-            " fastest PyTorch variant (block default) takes 79.0 ms: Stepscope is 1.30 times as"
-            " fast. Interleaved samples give a ratio of 1.30.",
-            "xl-512: Stepscope takes 41.5 J per step at 683 of 700 W, with its clock at 1.62 of"
-            " 1.98 GHz: at the limit that energy takes 59.3 ms (± 1.2 %), and consecutive steps"
-            " took 60.8 ms each. PyTorch takes 54.5 J: 77.9 ms at the limit, 79.0 ms measured.",
-        ]
-        assert findings["step.power-capped"].records == (record.id,)
-        assert findings["step.power-capped"].values == {
-            "race": "xl-512",
-            "stepscope_joules": pytest.approx(41.5264),
-            "stepscope_lasts_ms": pytest.approx(41.5264 / 0.7),
-            "baseline_joules": pytest.approx(54.51),
-            "baseline_lasts_ms": pytest.approx(54.51 / 0.7),
-        }
-
     def test_below_the_cap_no_limit_is_reported(self) -> None:
         drawn = {"stepscope": (195.0, 5.5, 1980.0), "baseline": (150.0, 12.0, 1980.0)}
         record = step_race_record("small-512", drawn=drawn, environment=H200)
@@ -156,23 +136,6 @@ class TestPage:
     def test_records_without_energy_have_no_power_table(self) -> None:
         blocks = STUDY.view([step_race_record("xl-512", XL)])
         assert "step-power" not in {getattr(block, "name", None) for block in blocks}
-
-    def test_missing_energy_is_reported_once_for_all_races(self) -> None:
-        notes = {"no_energy": "the driver gives no counter"}
-        records = [step_race_record(name, notes=notes, id=name) for name in ("xl-512", "2.7b-512")]
-        result = self.findings(*records)["step.no-energy"]
-        assert result.text == (
-            "The energy per step of 2.7b-512, xl-512 was not measured: the driver gives no counter."
-        )
-        assert result.records == ("2.7b-512", "xl-512")
-
-    def test_without_a_known_limit_no_cap_is_reported(self) -> None:
-        here = environment(power_limit_w=None)
-        record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=here)
-        result = draw(record, "stepscope")
-        assert result is not None
-        assert (result.of_limit, result.lasts_ms) == (None, None)
-        assert "step.power-capped" not in self.findings(record)
 
 
 @pytest.mark.parametrize(("watts", "least_ms"), [(665.0, 57.0), (664.9, None)])

@@ -79,36 +79,6 @@ def backward_bytes(shape: AttentionShape, element_bytes: int) -> int:
     return (read + written) * element_bytes + shape.rows * FLOAT32_BYTES
 
 
-def reference_forward_bytes(
-    shape: AttentionShape, element_bytes: int, *, float32_softmax: bool = False
-) -> int:
-    """Bytes that the operators of reference attention read and write in a causal forward pass.
-
-    The scores are written, scaled, masked, normalized and read again: eight times their size. CUDA
-    autocast adds two casts around a float32 softmax.
-    """
-    scores = 8 * element_bytes + (4 * FLOAT32_BYTES if float32_softmax else 0)
-    tensors = 2 * shape.query_elements + 2 * shape.key_elements
-    return shape.scores * scores + tensors * element_bytes + mask_bytes(shape, causal=True)
-
-
-def reference_backward_bytes(
-    shape: AttentionShape, element_bytes: int, *, float32_softmax: bool = False
-) -> int:
-    """Bytes that the operators of reference attention read and write in a causal backward pass.
-
-    The gradient of the probabilities is written, passes through softmax, mask and scale, and is
-    read by two matmuls; the probabilities are read twice.
-    """
-    narrow = shape.scores * element_bytes
-    scores = 10 * narrow + 5 * shape.scores * FLOAT32_BYTES if float32_softmax else 11 * narrow
-    # Read: the gradient of the output and one operand of each of four matmuls. Written: three
-    # gradients.
-    read = 3 * shape.query_elements + 2 * shape.key_elements
-    written = shape.query_elements + 2 * shape.key_elements
-    return scores + (read + written) * element_bytes + mask_bytes(shape, causal=True)
-
-
 def input_bytes(shape: AttentionShape, element_bytes: int) -> int:
     """Bytes of q, k and v."""
     return (shape.query_elements + 2 * shape.key_elements) * element_bytes

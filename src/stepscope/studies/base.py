@@ -15,6 +15,7 @@ from stepscope.records.config import check_config
 from stepscope.records.names import require_case
 from stepscope.records.schema import Environment, Part, Quantity, Reading, Record, Series
 from stepscope.report.blocks import Block, Table
+from stepscope.studies.preset_flags import preset_flags
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
@@ -207,9 +208,9 @@ class Study(Measurable[C], Generic[Flags, C]):
         planned = (self.plan(case) for case in self.cases_here(flags, lacks))
         return tuple({case.key: case for case in planned}.values())
 
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[Flags]]:  # noqa: ARG002
+    def presets(self, environment: Environment) -> Mapping[str, Sequence[Flags]]:
         """This study's flags for each preset on the given machine."""
-        return {}
+        return preset_flags(self.name, self.flags, environment.device_kind)
 
     def measure(self, case: C, bench: Bench) -> Measurement:
         measurement: Measurement = self._module("measure").measure(case, bench)

@@ -13,7 +13,7 @@ from stepscope.analysis.accounting import CALCULATIONS, Answer, Calculation, Inp
 from stepscope.cli.common import json_line, parse
 from stepscope.errors import unknown_name
 from stepscope.model.sizes import find_size
-from stepscope.report.blocks import Column, Table
+from stepscope.report.tables import col, table
 from stepscope.studies.views.accounting import equation, label
 
 _WIDTH = 100
@@ -127,19 +127,16 @@ def _list(options: CalcOptions) -> None:
     from stepscope.report.terminal import print_table
 
     print_table(
-        Table(
-            name="calculations",
-            title="Calculations: stepscope calc NAME",
-            columns=(
-                Column(title="name", kind="code"),
-                Column(title="CS336"),
-                Column(title="about"),
-                Column(title="flags"),
-            ),
-            rows=tuple(
-                (one.name, one.edition or None, one.title, _flags(one))
-                for one in CALCULATIONS.values()
-            ),
+        table(
+            "calculations",
+            "Calculations: stepscope calc NAME",
+            CALCULATIONS.values(),
+            [
+                col("name", lambda one: one.name, "code"),
+                col("CS336", lambda one: one.edition or None),
+                col("about", lambda one: one.title),
+                col("flags", _flags),
+            ],
         )
     )
 

@@ -8,14 +8,15 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import metadata, util
+from operator import itemgetter
 from typing import Literal
 
 import msgspec
 
 from stepscope.cli.common import StoreOptions, json_line, parse
 from stepscope.errors import StepscopeError
-from stepscope.report.blocks import Column, Table
 from stepscope.report.format import bytes_
+from stepscope.report.tables import col, table
 from stepscope.studies.runner.process import WorkerProcess
 
 Verdict = Literal["ok", "missing", "not applicable", "broken"]
@@ -84,11 +85,11 @@ def _print(checks: Sequence[Check]) -> None:
         if rows:
             print("\n" if index else "", end="")
             print_table(
-                Table(
-                    name=f"doctor-{index}",
-                    title=title,
-                    columns=tuple(Column(title=column) for column in columns),
-                    rows=tuple(rows),
+                table(
+                    f"doctor-{index}",
+                    title,
+                    rows,
+                    [col(name, itemgetter(at)) for at, name in enumerate(columns)],
                 )
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,8 +14,8 @@ from stepscope.cli.common import StoreOptions, existing_store, json_line, parse
 from stepscope.model import cost
 from stepscope.model.config import PRECISIONS
 from stepscope.model.sizes import SIZES
-from stepscope.records.schema import Run
-from stepscope.report.blocks import Cell, Column, Table
+from stepscope.report.blocks import Table
+from stepscope.report.tables import col, cols, table
 from stepscope.studies.presets import PRESETS
 from stepscope.studies.registry import all_studies
 
@@ -39,83 +40,66 @@ def main(words: list[str]) -> int:
     tables = [t for t in _tables(options) if options.what in ("all", t.name)]
     if options.json:
         facts: dict[str, Any] = {
-            table.name: [
-                dict(zip((column.title for column in table.columns), row, strict=True))
-                for row in table.rows
+            each.name: [
+                dict(zip((column.title for column in each.columns), row, strict=True))
+                for row in each.rows
             ]
-            for table in tables
+            for each in tables
         }
         print(json_line(msgspec.to_builtins(facts)))
         return 0
     from stepscope.report.terminal import print_table
 
-    for table in tables:
-        print_table(table)
+    for each in tables:
+        print_table(each)
         print()
     return 0
 
 
 def _tables(options: ListOptions) -> Iterator[Table]:
-    yield Table(
-        name="studies",
-        title="Studies: stepscope run NAME",
-        columns=(Column(title="name"), Column(title="question")),
-        rows=tuple((s.name, s.question) for s in all_studies().values()),
+    name, what = col("name", itemgetter(0)), col("what", itemgetter(1))
+    questions = [(one.name, one.question) for one in all_studies().values()]
+    question = col("question", itemgetter(1))
+    yield table("studies", "Studies: stepscope run NAME", questions, [name, question])
+    yield table("presets", "Presets: stepscope run --preset NAME", PRESETS.items(), [name, what])
+    yield table(
+        "sizes",
+        "Sizes: --size NAME --table YEAR",
+        [(year, name, size) for year, sizes in SIZES.items() for name, size in sizes.items()],
+        [
+            col("table", itemgetter(0)),
+            col("name", itemgetter(1)),
+            *cols(
+                ("d_model", "d_ff", "n_layers", "n_heads", "vocab"),
+                lambda row, field: getattr(row[2], field),
+                "count",
+            ),
+            col("parameters", lambda row: cost.parameters(row[2]).total, "count"),
+        ],
     )
-    yield Table(
-        name="presets",
-        title="Presets: stepscope run --preset NAME",
-        columns=(Column(title="name"), Column(title="what")),
-        rows=tuple(PRESETS.items()),
-    )
-    fields = ("d_model", "d_ff", "n_layers", "n_heads", "vocab")
-    yield Table(
-        name="sizes",
-        title="Sizes: --size NAME --table YEAR",
-        columns=(
-            Column(title="table"),
-            Column(title="name"),
-            *(Column(title=field, kind="count") for field in fields),
-            Column(title="parameters", kind="count"),
-        ),
-        rows=tuple(
-            (year, name, *(getattr(size, f) for f in fields), cost.parameters(size).total)
-            for year, sizes in SIZES.items()
-            for name, size in sizes.items()
-        ),
-    )
-    yield Table(
-        name="dtypes",
-        title="Dtypes: --dtype NAME",
-        columns=(Column(title="name"), Column(title="what")),
-        rows=tuple((entry.name, entry.help) for entry in PRECISIONS.values()),
-    )
-    yield Table(
-        name="attentions",
-        title="Attention implementations: --attention NAME",
-        columns=(Column(title="name"), Column(title="what")),
-        rows=tuple((entry.name, entry.description) for entry in IMPLEMENTATIONS.values()),
-    )
+    dtypes = [(entry.name, entry.help) for entry in PRECISIONS.values()]
+    yield table("dtypes", "Dtypes: --dtype NAME", dtypes, [name, what])
+    attentions = [(entry.name, entry.description) for entry in IMPLEMENTATIONS.values()]
+    title = "Attention implementations: --attention NAME"
+    yield table("attentions", title, attentions, [name, what])
     if options.what == "runs" or (options.what == "all" and options.store.exists()):
         with existing_store(options) as store:
-            rows = tuple(_run_row(run, len(store.finished(run.id))) for run in store.runs())
-        yield Table(
-            name="runs",
-            title=f"Runs in {options.store}",
-            columns=(
-                Column(title="run"),
-                Column(title="created"),
-                Column(title="done", kind="count"),
-                Column(title="cases", kind="count"),
-                Column(title="command", kind="code"),
-                Column(title="resume with", kind="code"),
-            ),
-            rows=rows,
+            # Results may have added cases: `advise --verify` plans trials as it goes.
+            runs = [(run, len(store.finished(run.id))) for run in store.runs()]
+        yield table(
+            "runs",
+            f"Runs in {options.store}",
+            runs,
+            [
+                col("run", lambda row: row[0].id),
+                col("created", lambda row: row[0].created[:19]),
+                col("done", itemgetter(1), "count"),
+                col("cases", lambda row: max(row[0].cases, row[1]), "count"),
+                col("command", lambda row: row[0].command.replace(" --resume", ""), "code"),
+                col(
+                    "resume with",
+                    lambda row: row[0].command if row[1] < row[0].cases else "",
+                    "code",
+                ),
+            ],
         )
-
-
-def _run_row(run: Run, done: int) -> tuple[Cell, ...]:
-    # Results may have added cases: `advise --verify` plans trials as it goes.
-    cases = max(run.cases, done)
-    command = run.command.replace(" --resume", "")
-    return run.id, run.created[:19], done, cases, command, run.command if done < cases else ""

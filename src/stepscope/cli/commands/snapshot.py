@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +16,9 @@ from stepscope.cli.answer import Answer, AnswerOptions, in_directory, print_answ
 from stepscope.cli.common import json_line, parse, write_text
 from stepscope.cli.messages import say
 from stepscope.errors import UsageError
-from stepscope.report.blocks import Cell, Column, Finding, Page, Section, Table
+from stepscope.report.blocks import Cell, Finding, Page, Section, Table
 from stepscope.report.format import bytes_, count, percent
+from stepscope.report.tables import col, table
 from stepscope.report.verdict import verdict_facts
 
 _QUESTION = "Which lines of code allocated the memory that was in use at the peak?"
@@ -146,14 +148,14 @@ def _table(snapshot: Snapshot, top: int) -> Table:
     if rest:
         size = sum(line.bytes for line in rest)
         rows.append((f"{len(rest)} more", size, sum(p.blocks for p in rest), size / snapshot.peak))
-    return Table(
-        name="snapshot",
-        title="What occupied memory at the peak",
-        columns=(
-            Column(title="line of code"),
-            Column(title="bytes", kind="bytes"),
-            Column(title="blocks", kind="count"),
-            Column(title="share", kind="percent"),
-        ),
-        rows=tuple(rows),
+    return table(
+        "snapshot",
+        "What occupied memory at the peak",
+        rows,
+        [
+            col("line of code", itemgetter(0)),
+            col("bytes", itemgetter(1), "bytes"),
+            col("blocks", itemgetter(2), "count"),
+            col("share", itemgetter(3), "percent"),
+        ],
     )

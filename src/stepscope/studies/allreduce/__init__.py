@@ -8,10 +8,6 @@ program would measure the seconds that processes take to start, at every size.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from stepscope.analysis.links import COLLECTIVES
-from stepscope.records.schema import Environment
 from stepscope.studies.allreduce.cases import AllReduceCase, AllReduceFlags
 from stepscope.studies.base import Study
 
@@ -41,34 +37,6 @@ class AllReduce(Study[AllReduceFlags, AllReduceCase]):
             for backend in flags.backend
             for collective in flags.collective
         )
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[AllReduceFlags]]:
-        seeds = (2**20, 2**22, 2**24, 2**26, 2**28, 2**30)
-        all_collectives = COLLECTIVES
-        if environment.device_kind == "cpu":
-            quick = AllReduceFlags(ranks=(2,), sizes=(2**10, 2**14, 2**18, 2**22))
-        else:
-            quick = AllReduceFlags(ranks=(1,))
-        # On one GPU: NCCL with one rank, and gloo between two ranks that share the GPU.
-        short = tuple(2**power for power in range(10, 29, 6))
-        return {
-            "quick": (quick,),
-            "seeds": (AllReduceFlags(ranks=(1, 2), sizes=seeds),),
-            "cs336-2026": (AllReduceFlags(ranks=(2, 4, 6), sizes=seeds),),
-            "h200": (
-                AllReduceFlags(ranks=(1,), collective=all_collectives, sizes=short),
-                AllReduceFlags(
-                    ranks=(2,), backend=("gloo",), collective=all_collectives, sizes=short, rounds=5
-                ),
-            ),
-            "full": (
-                AllReduceFlags(
-                    ranks=(1, 2, 3, 4, 5, 6),
-                    collective=all_collectives,
-                    sizes=tuple(2**power for power in range(10, 31, 2)),
-                ),
-            ),
-        }
 
 
 STUDY = AllReduce()

@@ -9,10 +9,8 @@ output gradient. The bytes that the forward pass saves for backward are counted 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
 
 from stepscope.model.config import precision
-from stepscope.records.schema import Environment
 from stepscope.studies.attention.cases import MODES, AttentionCase, AttentionFlags
 from stepscope.studies.base import Study
 
@@ -50,21 +48,6 @@ class Attention(Study[AttentionFlags, AttentionCase]):
                 flags.attention, flags.dtype, flags.context, flags.head_dim, MODES
             )
         )
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[AttentionFlags]]:
-        if environment.device_kind == "cpu":
-            quick = AttentionFlags(
-                head_dim=(16, 64), context=(128, 256, 512), batch=4, steps=5, warmup=1
-            )
-        else:
-            quick = AttentionFlags(head_dim=(64, 128), context=(256, 1024, 4096))
-        full = AttentionFlags()
-        # On a GPU with 140 GiB the first length that does not fit exceeds those of the course.
-        longer = AttentionFlags(head_dim=(64,), context=(32768, 65536))
-        return dict.fromkeys(("seeds", "cs336-2026", "full"), (full,)) | {
-            "h200": (full, longer),
-            "quick": (quick,),
-        }
 
 
 STUDY = Attention()

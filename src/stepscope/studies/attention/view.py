@@ -7,28 +7,22 @@ from functools import partial
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
-from stepscope.analysis.conclusions import NOTHING, conclude
-from stepscope.analysis.effects import combination
 from stepscope.analysis.limits import median_ms, step_ms
 from stepscope.analysis.scaling import fitted_exponent
 from stepscope.attention import cost
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Cell, Curve, Figure, Finding, Table, Tone, Value
-from stepscope.report.format import bytes_, duration, number
+from stepscope.report.format import bytes_, number
 from stepscope.report.tables import STATUS, col, table
 from stepscope.studies.attention.cases import AttentionCase
 from stepscope.studies.attention.workload import AttentionWorkload
 from stepscope.studies.base import Result
-from stepscope.studies.trusted import all_good
 from stepscope.studies.views.builders import finding, grouped, sampled_curve
 from stepscope.studies.views.published import Mine, published_tables
 
 _LONGEST = 3
 """Number of longest lengths for the fit: short ones are dominated by CPU time and fixed costs."""
-_MIN_EXPONENT = -0.1
-"""An exponent below this is a measurement error: longer sequences have more work."""
 _AT_THE_PEAK = {
     "forward": ("scores", "probabilities"),
     "backward": ("probabilities", "their gradient", "gradient of the scores"),
@@ -96,7 +90,6 @@ def _lines_of(result: Pass) -> dict[str, int]:
 
 def _findings(results: Sequence[Pass], timed: Sequence[Pass]) -> Iterator[Finding]:
     for label, members in grouped(timed, lambda result: _pass(result.case)).items():
-        yield from _growth_of_time(label, members)
         yield from _growth_of_memory(label, members)
         peaks = {
             f"d {result.case.head}, length {result.case.seq}": _Predicted(
@@ -181,59 +174,6 @@ def _growth(
         return None
     records = tuple(points[size] for size in x)
     return _Growth(x, tuple(value(record) or 0.0 for record in records), at, records)
-
-
-def _median(record: Record) -> float | None:
-    step = step_ms(record)
-    return step.median if step else None
-
-
-def _growth_of_time(label: str, results: Sequence[Pass]) -> Iterator[Finding]:
-    by_length, by_width = (_growth(results, varied, _median) for varied in ("seq", "head"))
-    if by_length and (by_length.exponent < _MIN_EXPONENT or not all_good(by_length.records)):
-        yield _not_fitted(label, "length", by_length)
-    elif by_length:
-        yield finding(
-            "attention.time-by-length",
-            f"The time of the {label} grows as length {by_length.text} (at d {by_length.at});"
-            " the FLOPs grow to the power 2.",
-            by_length.records,
-            by_length.values(label) | {"head": by_length.at},
-        )
-    if by_width and not all_good(by_width.records):
-        yield _not_fitted(label, "d", by_width)
-    elif by_width:
-        # The intercept of a linear fit is a weighted sum of the times.
-        weights = np.polyfit(by_width.x, np.eye(len(by_width.x)), 1)[1]
-        steps = [step for record in by_width.records if (step := step_ms(record))]
-        intercept = combination(weights.tolist(), steps)
-        at_zero = intercept.value
-        yield finding(
-            "attention.time-by-width",
-            f"The time of the {label} grows as d {by_width.text} (at length {by_width.at});"
-            " the FLOPs grow to the power 1.",
-            by_width.records,
-            by_width.values(label) | {"length": by_width.at, "at_zero_ms": at_zero},
-            conclusion=conclude(
-                f"A linear fit has an intercept of {number(at_zero, 3)} ms at d 0: the"
-                " memory traffic of the length × length tensors, which does not depend on d.",
-                intercept,
-            )
-            if at_zero > 0
-            else NOTHING,
-        )
-
-
-def _not_fitted(label: str, over: str, growth: _Growth) -> Finding:
-    """Report the measured times only, because a fit to noisy times is meaningless."""
-    times = ", ".join(f"{duration(ms)} at {x:g}" for x, ms in zip(growth.x, growth.y, strict=True))
-    return finding(
-        "attention.growth-unknown",
-        f"The times of the {label} are too noisy to fit their growth with {over}: {times}.",
-        growth.records,
-        growth.values(label) | {"over": over},
-        tone="warn",
-    )
 
 
 def _growth_of_memory(label: str, results: Sequence[Pass]) -> Iterator[Finding]:
@@ -329,7 +269,7 @@ def _first_beyond(work: AttentionCase, memory: int) -> tuple[AttentionCase, Atte
 
 def _mine(record: Record, case: AttentionCase) -> Mine:
     """A pass for the comparison with published values; naive attention is memory-bound."""
-    values: dict[str, float | None] = {case.mode: _median(record)}
+    values: dict[str, float | None] = {case.mode: median_ms(record, "step")}
     if case.mode == "backward":
         values["before backward"] = record.quantity("saved_bytes")
         values["peak"] = record.quantity("peak_bytes")

@@ -9,9 +9,6 @@ study.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from stepscope.records.schema import Environment
 from stepscope.studies.autocast.cases import AutocastCase, AutocastFlags
 from stepscope.studies.base import Study
 
@@ -38,16 +35,6 @@ class Autocast(Study[AutocastFlags, AutocastCase]):
             )
             for subject in flags.subject
             for dtype in flags.dtype
-        )
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[AutocastFlags]]:
-        if environment.device_kind == "cpu":
-            quick = AutocastFlags(context=8)
-        else:
-            quick = AutocastFlags(subject=("toy", "small"), context=256)
-        large = AutocastFlags(subject=("toy", "small", "large"), context=256)
-        return {"quick": (quick,)} | dict.fromkeys(
-            ("seeds", "cs336-2026", "h200", "full"), (large,)
         )
 
 

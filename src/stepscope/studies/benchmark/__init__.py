@@ -9,14 +9,14 @@ compared with a step that has no marks inside. The forward pass keeps its graph,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from stepscope.analysis.limits import median_ms
 from stepscope.analysis.verdict import Verdict
-from stepscope.records.schema import Environment, Record
+from stepscope.records.schema import Record
 from stepscope.report.blocks import Table
 from stepscope.studies.base import Bench, Measurement, Study
 from stepscope.studies.benchmark.cases import BenchmarkCase, BenchmarkFlags
@@ -86,59 +86,6 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
         from stepscope.studies.benchmark.view import headline_table
 
         return headline_table(self.results(records))
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[BenchmarkFlags]]:
-        course = ("small", "medium", "large")
-        sizes_2025 = (*course, "xl", "2.7b")
-        contexts = (128, 256, 512, 1024)
-        both = ("float32", "bfloat16")
-        if environment.device_kind == "cpu":
-            tiny = BenchmarkFlags(
-                size=("tiny",), context=(32, 128), batch=(2,), steps=5, min_seconds=0.2, warmup=1
-            )
-            quick: tuple[BenchmarkFlags, ...] = (
-                tiny,
-                msgspec.structs.replace(tiny, size=("mini",), context=(128,)),
-            )
-        else:
-            quick = (BenchmarkFlags(size=course, context=(128, 512), dtype=both),)
-        seeds = BenchmarkFlags(size=sizes_2025, context=contexts, dtype=both)
-        course_2026 = BenchmarkFlags(
-            size=(*course, "xl", "10b"), table="2026", context=contexts, dtype=both
-        )
-        compiled = BenchmarkFlags(
-            size=("small", "xl", "2.7b"),
-            dtype=("bfloat16",),
-            attention=("sdpa",),
-            compile=("block",),
-            optimizer=("torch-fused",),
-        )
-        dtypes = BenchmarkFlags(
-            size=course, dtype=("tf32", "float16", "bfloat16-pure"), attention=("reference", "sdpa")
-        )
-        # In addition to float32 and bfloat16 autocast of the published row.
-        other_dtypes = BenchmarkFlags(
-            size=sizes_2025,
-            dtype=("tf32", "bfloat16-pure"),
-            mode=("train-step",),
-            warmup=3,
-            steps=8,
-        )
-        return {
-            "quick": quick,
-            "seeds": (seeds,),
-            "cs336-2026": (course_2026,),
-            # The published row is 512; fewer samples around it show the trend.
-            "h200": (
-                BenchmarkFlags(size=sizes_2025, context=(512,), dtype=both),
-                compiled,
-                other_dtypes,
-                BenchmarkFlags(
-                    size=sizes_2025, context=(128, 256, 1024), dtype=both, warmup=3, steps=8
-                ),
-            ),
-            "full": (seeds, course_2026, compiled, dtypes),
-        }
 
 
 STUDY = Benchmark()

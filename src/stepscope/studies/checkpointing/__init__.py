@@ -10,12 +10,8 @@ the least recomputation, run under that limit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
-from stepscope.records.schema import Environment
 from stepscope.studies.base import Bench, Study
 from stepscope.studies.checkpointing.cases import CheckpointingCase, CheckpointingFlags, cases_of
 from stepscope.studies.training.post_mortem import step_post_mortem
@@ -41,48 +37,6 @@ class Checkpointing(Study[CheckpointingFlags, CheckpointingCase]):
 
     def post_mortem(self, case: CheckpointingCase, bench: Bench, message: str) -> dict[str, Any]:
         return step_post_mortem(case, bench, message)
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[CheckpointingFlags]]:
-        xl = CheckpointingFlags(
-            size=("xl",),
-            table="2026",
-            context=(2048,),
-            dtype=("bfloat16",),
-            attention=("sdpa",),
-            optimizer=("torch-fused",),
-            budget_gib=60.0,
-            steps=6,
-        )
-        xl_naive = msgspec.structs.replace(
-            xl,
-            attention=CheckpointingFlags().attention,
-            checkpoint=("no", "1", "4", "nested"),
-            budget_gib=None,
-        )
-        both = CheckpointingFlags(size=("small", "large"), context=(512,))
-        if environment.device_kind == "cpu":
-            # Narrow and long, so that activations outweigh the weights, as in large models.
-            quick = CheckpointingFlags(
-                size=("tiny",),
-                layers=8,
-                d_model=64,
-                d_ff=128,
-                heads=2,
-                vocab=128,
-                context=(128,),
-                batch=(2,),
-                steps=3,
-                budget_gib=0.0125,
-            )
-        else:
-            quick = CheckpointingFlags(size=("small",), context=(512,), budget_gib=4.0)
-        return {
-            "quick": (quick,),
-            "seeds": (both,),
-            "cs336-2026": (xl, xl_naive),
-            "h200": (xl, xl_naive),
-            "full": (xl, xl_naive, both),
-        }
 
 
 STUDY = Checkpointing()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -26,7 +25,6 @@ from stepscope.studies.checkpointing.cases import CheckpointingCase
 from stepscope.studies.views.builders import curve, finding, grouped, suffix
 
 _GIB = 2**30
-_PREDICTED = 0.05
 _SAME = 0.01
 """Relative difference up to which a finding calls two peaks the same."""
 _SAME_PEAK = 0.005
@@ -135,7 +133,6 @@ def view(results: Sequence[Result[CheckpointingCase]]) -> tuple[Block, ...]:
         *(finding for sweep in all_sweeps for finding in _neighbors(sweep)),
         *(finding for sweep in all_sweeps for finding in _nested(sweep)),
         *(_budget(sweep, each) for sweep in all_sweeps for each in sweep.budgets),
-        *_prediction(all_sweeps),
         *(_pareto(index, sweep) for index, sweep in enumerate(all_sweeps) if len(sweep.ran) > 1),
         *(_table(index, sweep) for index, sweep in enumerate(all_sweeps)),
     )
@@ -331,28 +328,6 @@ def _budget(sweep: Sweep, each: StrategyRun) -> Finding:
         if faster
         else NOTHING,
         tone="good" if fits else "warn",
-    )
-
-
-def _prediction(all_sweeps: Sequence[Sweep]) -> Iterator[Finding]:
-    known = [
-        (abs(each.off), each)
-        for sweep in all_sweeps
-        for each in (*sweep.ran, *sweep.budgets)
-        if each.off is not None
-    ]
-    if not known:
-        return
-    worst, run = max(known, key=lambda pair: pair[0])
-    middle = statistics.median(off for off, _ in known)
-    yield finding(
-        "checkpointing.prediction",
-        f"Predicted peaks of {len(known)} runs are off by {percent(middle)} in the median and"
-        f" {percent(worst)} at most ({run.case.name}).",
-        [each for _, each in known],
-        {"runs": len(known), "median": middle, "worst": worst, "step": run.case.name},
-        tone="good" if worst <= _PREDICTED else "warn",
-        timed=False,
     )
 
 

@@ -16,13 +16,9 @@ size and scope; max-autotune takes several minutes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from stepscope.model.config import precision
-from stepscope.records.schema import Environment
 from stepscope.studies.base import Study
 from stepscope.studies.compile.cases import (
     AttentionCase,
@@ -81,46 +77,6 @@ class Compile(Study[CompileFlags, CompileCase]):
         if "model" in flags.part:
             cases += [case_of(model, ModelCase, **effort) for model in models]
         return tuple(cases)
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[CompileFlags]]:
-        if environment.device_kind == "cpu":
-            # On a CPU, compiling takes longer than all other studies together.
-            quick = CompileFlags(
-                part=("trace",), size=("tiny",), context=(64,), batch=(2,), compile=("model",)
-            )
-        else:
-            quick = CompileFlags(
-                part=("trace", "model"),
-                dtype=("bfloat16",),
-                attention=("auto",),
-                compile=("block",),
-            )
-        sizes = ("small", "medium", "large", "xl", "2.7b")
-        models = CompileFlags(part=("model",), size=sizes, compile=("block",), warm=False, rounds=5)
-        change = msgspec.structs.replace
-        grid = CompileFlags(part=("attention",), warm=False)
-        traced = CompileFlags(part=("trace",), attention=("reference", "auto"))
-        published = (
-            traced,
-            change(models, size=("small",), compile=("block", "model"), warm=True),
-            change(
-                models,
-                size=("small",),
-                dtype=("bfloat16",),
-                compile=("model",),
-                warm=True,
-                compile_mode=("default", "reduce-overhead", "max-autotune"),
-            ),
-            change(models, size=("xl", "2.7b")),
-            change(grid, head_dim=(64,)),
-        )
-        return {
-            "quick": (quick,),
-            "seeds": (models, grid),
-            "cs336-2026": (change(models, size=("small", "medium", "large", "xl"), table="2026"),),
-            "h200": published,
-            "full": (*published, models, grid),
-        }
 
 
 STUDY = Compile()

@@ -12,9 +12,7 @@ for the slowest rank and waiting for the transfer.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
 
-from stepscope.records.schema import Environment
 from stepscope.studies.base import Study
 from stepscope.studies.ddp.cases import DDPCase, DDPFlags
 
@@ -40,36 +38,6 @@ class DataParallel(Study[DDPFlags, DDPCase]):
                 flags.subjects(flags.context), flags.ranks, flags.backend, flags.dtype
             )
         )
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[DDPFlags]]:
-        if environment.device_kind == "cpu":
-            quick = DDPFlags(size=("tiny",), context=(32,), bucket_mb=(1.0,), rounds=5, ranks=(2,))
-        else:
-            quick = DDPFlags(ranks=(1,))
-        # Two ranks on one GPU need gloo: strategies compare, but times are not those of a cluster.
-        h200 = (
-            DDPFlags(ranks=(1,), bucket_mb=(10.0,), rounds=5),
-            DDPFlags(
-                ranks=(2,),
-                backend=("gloo",),
-                dtype=("float32", "bfloat16-pure"),
-                bucket_mb=(1.0, 100.0),
-                rounds=5,
-            ),
-        )
-        return {
-            "quick": (quick,),
-            "seeds": (DDPFlags(size=("medium",), ranks=(2,)),),
-            "cs336-2026": (DDPFlags(size=("xl",), table="2026", ranks=(2,)),),
-            "h200": h200,
-            "full": (
-                DDPFlags(
-                    size=("small", "medium", "large"),
-                    ranks=(2, 4),
-                    dtype=("float32", "bfloat16", "bfloat16-pure"),
-                ),
-            ),
-        }
 
 
 STUDY = DataParallel()

@@ -4,31 +4,28 @@
     stepscope run flash --part race           # the implementations against each other
     stepscope run flash --part grid --attention sdpa tiled --context 128 --head-dim 64 --device cpu
 
-The study has three parts. `grid` has one case for each implementation, dtype, length and head
+The study has two parts. `grid` has one case for each implementation, dtype, length and head
 dimension, with forward, backward and both in one record. `race` compares all implementations
 interleaved on the same tensors: a GPU at its power limit lowers its clock, so only interleaved
-times are comparable. `tiles` times Stepscope's kernels with every tile size, to check the chosen
-ones.
+times are comparable.
 
-The full study takes an estimated 16 minutes on one H200: 5 minutes for the 420 eager cells of the
-grid, 6 minutes for its 80 cells that torch compiles first, 3.5 minutes for 100 tiles at 2 s, and
-1.5 minutes for 16 comparisons. `--attention triton sdpa_cudnn` leaves out most of it.
+The full study takes an estimated 13 minutes on one H200: 5 minutes for the 420 eager cells of the
+grid, 6 minutes for its 80 cells that torch compiles first, and 1.5 minutes for 16 comparisons.
+`--attention triton sdpa_cudnn` leaves out most of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from stepscope.records.schema import Environment, Record
+from stepscope.records.schema import Record
 from stepscope.report.blocks import Table
 from stepscope.studies.base import Study
 from stepscope.studies.flash.cases import (
-    PUBLISHED_SHAPES,
     FlashCase,
     FlashFlags,
     grid_cases,
     race_cases,
-    tile_cases,
 )
 
 
@@ -57,51 +54,12 @@ class Flash(Study[FlashFlags, FlashCase]):
             *(race for race in races if race.is_short),
             *(grid_cases(flags) if "grid" in flags.part else ()),
             *(race for race in races if not race.is_short),
-            *(tile_cases(flags) if "tiles" in flags.part else ()),
         )
 
     def headline(self, records: Sequence[Record]) -> Table | None:
         from stepscope.studies.flash.view import headline_table
 
         return headline_table(self.results(records))
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[FlashFlags]]:
-        if environment.device_kind == "cpu":
-            quick = FlashFlags(
-                part=("grid", "race"),
-                attention=("reference", "tiled", "sdpa"),
-                dtype=("float32",),
-                context=(128, 512),
-                head_dim=(64,),
-                shape=(),
-                race=("1x4x256x64:float32",),
-                racers=("reference", "tiled", "sdpa", "auto"),
-                rounds=8,
-                race_seconds=0.0,
-            )
-        else:
-            # Half a minute: nothing here is compiled by torch.
-            quick = FlashFlags(
-                part=("grid", "race"),
-                attention=("triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "reference"),
-                dtype=("bfloat16",),
-                context=(512, 2048, 8192),
-                head_dim=(64, 128),
-                shape=(),
-                race=PUBLISHED_SHAPES,
-                racers=("triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "auto"),
-            )
-        # The course's write-ups compare with naive attention and time the leaderboard shape.
-        course = FlashFlags(
-            part=("grid",),
-            attention=("triton", "sdpa_flash", "reference", "tiled"),
-            shape=("1x16x16384x64",),
-        )
-        return (
-            {"quick": (quick,)}
-            | dict.fromkeys(("seeds", "cs336-2026"), (course,))
-            | dict.fromkeys(("h200", "full"), (FlashFlags(),))
-        )
 
 
 STUDY = Flash()

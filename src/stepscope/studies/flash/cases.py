@@ -15,8 +15,8 @@ from stepscope.model.config import PRECISIONS, precision
 from stepscope.studies.attention.workload import AttentionInputs, AttentionWorkload, check_rule
 from stepscope.studies.flag_checks import check_at_least, check_seconds
 
-Part = Literal["grid", "race", "tiles"]
-PARTS: tuple[Part, ...] = ("grid", "race", "tiles")
+Part = Literal["grid", "race"]
+PARTS: tuple[Part, ...] = ("grid", "race")
 PASSES: tuple[Pass, ...] = ("forward", "key_value", "query")
 
 _LONGEST = {"tiled": 4096, "compiled": 16384}
@@ -30,8 +30,6 @@ _SHORT = 1024
 """Up to this length, with one head, calls are CPU-bound; consecutive calls are timed as well."""
 _CALLS_IN_A_ROW = {True: 20, False: 5}
 """Consecutive calls of a sample, for short shapes and for others."""
-CHOSEN = "chosen"
-"""Variant name of the tile chosen by the tile table, with its own number of warps."""
 
 GRID_ATTENTIONS = (
     "triton",
@@ -70,8 +68,7 @@ class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of the study; in the grid every combination of the values is a case."""
 
     part: tuple[Part, ...] = PARTS
-    """Parts to run: grid (each implementation alone), race (implementations interleaved), tiles
-    (tile sizes of Stepscope's kernels)."""
+    """Parts to run: grid (each implementation alone), race (implementations interleaved)."""
     attention: tuple[str, ...] = GRID_ATTENTIONS
     """Implementations of the grid (`stepscope list attentions`)."""
     dtype: tuple[str, ...] = ("bfloat16", "float32")
@@ -97,8 +94,6 @@ class FlashFlags(msgspec.Struct, frozen=True, kw_only=True):
         "auto",
     )
     """Implementations to compare; those that do not support a shape are reported."""
-    tile_head_dim: tuple[int, ...] = (64, 128)
-    """Head dimensions of the tile measurements."""
     warmup: int = 2
     """Warm-up steps before the first sample."""
     steps: int = 5
@@ -202,7 +197,7 @@ class AttentionRaceCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag=
 
 
 class TilesCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag="tiles"):
-    """Every tile size of one of Stepscope's kernels; most of the time is compiling."""
+    """Tile sizes of a kernel, in records of version 0.2; `scripts/tune_tiles.py` times them now."""
 
     kernel: Pass = msgspec.field(name="pass")
     causal: bool = True
@@ -292,19 +287,4 @@ def race_cases(flags: FlashFlags) -> Iterator[AttentionRaceCase]:
             warmup=flags.warmup,
             rounds=flags.rounds,
             min_seconds=flags.race_seconds,
-        )
-
-
-def tile_cases(flags: FlashFlags) -> Iterator[TilesCase]:
-    for head, kernel in itertools.product(flags.tile_head_dim, PASSES):
-        yield TilesCase(
-            kernel=kernel,
-            batch=1,
-            heads=16,
-            seq=4096,
-            head=head,
-            dtype="bfloat16",
-            tile_sizes=(16, 32, 64, 128),
-            warps=4,
-            samples=7,
         )

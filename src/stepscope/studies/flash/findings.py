@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from stepscope.analysis.checks import check_record
-from stepscope.analysis.conclusions import NOTHING, conclude
 from stepscope.analysis.effects import Effect, quotient
 from stepscope.analysis.limits import matmul_ceiling, matrix_ceiling
 from stepscope.analysis.scaling import fitted_exponent
@@ -32,10 +31,8 @@ _OF_THE_HOST = ("wide-spread", "first-call-inside")
 def grid_findings(rows: Sequence[GridRow]) -> Iterator[Finding]:
     timed = [row for row in rows if row.record.status == "ok" and row.time()]
     yield from _highest_rates(timed)
-    yield from _fastest_baseline(timed)
     yield from _against_naive(timed)
     yield from _cpu_bound(timed)
-    yield from _narrow_dtypes(timed)
     yield from _saved(timed)
     yield from _memory_growth(timed)
     yield from _accuracy(timed)
@@ -123,44 +120,6 @@ def baseline_pairs(rows: Sequence[GridRow]) -> list[BaselinePair]:
     return sorted(pairs, key=lambda pair: sort_key(pair.ours.case))
 
 
-def _fastest_baseline(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    pairs = baseline_pairs(rows)
-    if not pairs:
-        return
-    by_gpu = [pair for pair in pairs if not pair.is_cpu_bound]
-    by_cpu = [pair for pair in pairs if pair.is_cpu_bound]
-    lost = sorted((p for p in by_gpu if p.effect.below), key=lambda p: p.ratio)
-    behind = [f"{number(p.ratio, 3)} of {p.baseline.attention} at {p.ours.label}" for p in lost]
-    slower = [pair for pair in by_cpu if pair.effect.below]
-    faster = sum(pair.effect.above for pair in by_gpu)
-    unclear = len(by_gpu) - faster - len(lost)
-    yield finding(
-        "flash.fastest-baseline",
-        f"Compared with the fastest other implementation at each of {counted(len(pairs), 'shape')}"
-        f" (timed one after the other, not interleaved), Stepscope is faster at {faster} of"
-        f" {len(by_gpu)} GPU-bound shapes"
-        + (f" and slower at {len(lost)} ({some(behind)})" if lost else "")
-        + (f"; at {unclear} no difference is shown." if unclear else "."),
-        [row for pair in pairs for row in pair],
-        {
-            "shapes": len(pairs),
-            "by_kernels": len(by_gpu),
-            "faster": faster,
-            "behind": len(lost),
-            "lowest": lost[0].ratio if lost else None,
-            "by_host": len(by_cpu),
-            "behind_by_host": len(slower),
-        },
-        conclusion=conclude(
-            f"At the other {counted(len(by_cpu), 'shape')} the CPU is the limit; Stepscope is"
-            f" slower at {len(slower)}.",
-            *(pair.effect for pair in slower),
-        )
-        if slower
-        else NOTHING,
-    )
-
-
 def _against_naive(rows: Sequence[GridRow]) -> Iterator[Finding]:
     """Our implementation over naive attention, at the shortest and the longest common length."""
     ours = next((name for name in (OURS, TILED) if any(r.attention == name for r in rows)), None)
@@ -234,30 +193,6 @@ def _cpu_bound(rows: Sequence[GridRow]) -> Iterator[Finding]:
         },
         tone="warn",
     )
-
-
-def _narrow_dtypes(rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """16-bit kernels slower than float32, a sign that they miss the tensor cores."""
-    ours = {(row.case.sizes, row.case.dtype): row for row in rows if row.attention == OURS}
-    pairs = [
-        (row, wide)
-        for (sizes, dtype), row in ours.items()
-        if dtype != "float32" and (wide := ours.get((sizes, "float32")))
-    ]
-    slower = [
-        f"{row.case.dtype} {row.case.sizes}"
-        for row, wide in pairs
-        if (here := row.time()) and (there := wide.time()) and here.low > there.high
-    ]
-    if pairs:
-        yield finding(
-            "flash.narrow-dtype",
-            "Stepscope's kernels in a 16-bit dtype compared with float32,"
-            f" {counted(len(pairs), 'shape')}: slower at {some(slower) or 'none'}.",
-            [row for pair in pairs for row in pair],
-            {"shapes": len(pairs), "slower": len(slower)},
-            tone="warn" if slower else "info",
-        )
 
 
 def _saved(rows: Sequence[GridRow]) -> Iterator[Finding]:

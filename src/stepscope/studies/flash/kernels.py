@@ -1,23 +1,22 @@
-"""Stepscope's attention kernels: which ran, their compiled resources, and their tile sizes."""
+"""Stepscope's attention kernels: which ran, and their compiled resources."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import product
 from typing import NamedTuple
 
 from stepscope.analysis.kernels.expected import SEPARATOR, owner
 from stepscope.analysis.kernels.names import describe
 from stepscope.attention.tiles import Pass
-from stepscope.report.blocks import Cell, Finding, Table
-from stepscope.report.format import duration, number, percent
-from stepscope.report.tables import Declared, col, table
-from stepscope.studies.flash.cases import CHOSEN, PASSES
-from stepscope.studies.flash.rows import OURS, GridRow, Tiles, integer_quantity
-from stepscope.studies.views.builders import finding, grouped
+from stepscope.report.blocks import Table
+from stepscope.report.format import number
+from stepscope.report.tables import col, table
+from stepscope.studies.flash.cases import PASSES
+from stepscope.studies.flash.rows import OURS, GridRow, integer_quantity
+from stepscope.studies.views.builders import grouped
 
 _MAX_NAME = 48
 _MODE = {"forward": "forward", "key_value": "backward", "query": "backward"}
@@ -28,8 +27,6 @@ _RESULTS: dict[Pass, tuple[str, ...]] = {
 }
 _NOT_SLOWER = 1.02
 """Times in two dtypes within this factor count as equal."""
-_TOLERATED = 0.05
-"""Largest share by which a chosen tile may be slower than the fastest at one shape."""
 
 
 def kernels_seen(row: GridRow, mode: str) -> str | None:
@@ -163,156 +160,3 @@ def health_table(rows: Sequence[GridRow]) -> Iterator[Table]:
     if listed:
         title = "Resources and accuracy of Stepscope's kernels"
         yield table("flash-health", title, listed, columns)
-
-
-def tile_findings(studies: Sequence[Tiles]) -> Iterator[Finding]:
-    """Compare the chosen tiles with the fastest."""
-    chosen = _chosen(studies)
-    if not chosen:
-        return
-    limit = 1 + _TOLERATED
-    beaten = [study for study in chosen if study.slower.against(limit).above]
-    close = all(study.slower.against(limit).below for study in chosen)
-    text = (
-        f"The chosen tiles of {len(chosen)} kernels compared with {len(chosen[0].names)} sizes with"
-        f" {chosen[0].case.warps} warps: {len(beaten)} are shown to be more than"
-        f" {percent(_TOLERATED)} slower than the fastest"
-    )
-    for study in beaten:
-        text += (
-            f"; at {study.case.sizes} the {study.kernel} kernel takes"
-            f" {duration(study.ms(CHOSEN) or 0.0)} with the chosen tile and"
-            f" {duration(study.timed[study.fastest])} with {_sized(study.fastest)}"
-        )
-    most_lost = max(study.lost for study in chosen)
-    yield finding(
-        "flash.tile-choice",
-        f"{text}.",
-        chosen,
-        {"kernels": len(chosen), "beaten": len(beaten), "most_lost": most_lost},
-        tone="warn" if beaten else "good" if close else "info",
-    )
-
-
-def _chosen(studies: Sequence[Tiles]) -> list[Tiles]:
-    return [study for study in studies if study.ms(CHOSEN) is not None and study.timed]
-
-
-class _Tile(NamedTuple):
-    """One tile size of a kernel."""
-
-    study: Tiles
-    name: str
-
-    def resource(self, what: str) -> int | None:
-        return self.study.resource(self.name, what)
-
-    @property
-    def ms(self) -> float | None:
-        return self.study.ms(self.name)
-
-    @property
-    def blocks(self) -> int | None:
-        return self.study.blocks(self.name)
-
-    @property
-    def size(self) -> str:
-        return f"{self.resource('tile_m')} × {self.resource('tile_n')}"
-
-    def with_keys(self, times: float) -> Cell:
-        """Cell of the tile with `times` as many keys."""
-        keys = int(times * (self.resource("tile_n") or 0))
-        return _cell(self.study, f"{self.resource('tile_m')}x{keys}")
-
-
-def tile_tables(studies: Sequence[Tiles]) -> Iterator[Table]:
-    chosen = _chosen(studies)
-    if chosen:
-        yield _choices(chosen)
-    for study in studies:
-        yield _square(study)
-    columns = [
-        col("kernel", lambda r: r.study.kernel),
-        col("d", lambda r: r.study.case.head, "count"),
-        col("tile", lambda r: _sized(r.name), hint="query rows × key rows"),
-        col("time", lambda r: r.ms, unit="ms"),
-        *_compiled("stages", "registers", "spills"),
-        col("reason", lambda r: r.study.refused.get(r.name)),
-    ]
-    tiles = [_Tile(study, name) for study in studies for name in (CHOSEN, *study.names)]
-    if tiles:
-        yield table("flash-tile-facts", "Compiled resources of each tile", tiles, columns)
-
-
-def _compiled(*counts: str) -> Iterator[Declared]:
-    for what in counts:
-        yield col(what, partial(_Tile.resource, what=what), "count")
-    yield col("shared memory", lambda r: r.resource("shared_bytes"), "bytes")
-    yield col("blocks", lambda r: r.blocks, "count", hint="resident blocks per multiprocessor")
-
-
-def _choices(studies: Sequence[Tiles]) -> Table:
-    def timed(study: Tiles, name: str) -> str:
-        return _unbroken(f"{_sized(name)}, {number(study.timed[name], 3)}")
-
-    def spilling(study: Tiles) -> int:
-        return sum(bool(study.resource(name, "spills")) for name in study.timed)
-
-    def missing(study: Tiles) -> int:
-        return len(study.names) - len(study.timed)
-
-    columns = [
-        col("kernel", lambda r: r.study.kernel),
-        col("d", lambda r: r.study.case.head, "count"),
-        col("chosen", lambda r: _unbroken(r.size), hint="query rows × key rows"),
-        col("time", lambda r: r.ms, unit="ms"),
-        *_compiled("warps", "stages", "registers", "spills"),
-        col("twice the keys", lambda r: r.with_keys(2), unit="ms"),
-        col("half the keys", lambda r: r.with_keys(0.5), unit="ms"),
-        col("fastest, ms", lambda r: timed(r.study, r.study.fastest)),
-        col("slowest, ms", lambda r: timed(r.study, [*r.study.timed][-1])),
-        col("spilling", lambda r: spilling(r.study), "count", hint="sizes that spill registers"),
-        col("did not run", lambda r: missing(r.study), "count", hint="do not fit or compile"),
-    ]
-    shapes = dict.fromkeys(study.case.sizes for study in studies)
-    return table(
-        "flash-tile-choice",
-        "The chosen tiles and their neighbors",
-        [_Tile(study, CHOSEN) for study in studies],
-        columns,
-        caption=f"bfloat16, causal, at {' and '.join(shapes)}. The chosen tiles also serve other"
-        " lengths.",
-    )
-
-
-def _square(study: Tiles) -> Table:
-    case = study.case
-    return table(
-        f"flash-tiles-{study.kernel}-d{case.head}",
-        f"Tiles of the {study.kernel} kernel, d {case.head}",
-        case.tile_sizes,
-        [
-            col("query rows", lambda m: m, "count"),
-            *(
-                col(f"{n} keys", partial(lambda n, m: _cell(study, f"{m}x{n}"), n), unit="ms")
-                for n in case.tile_sizes
-            ),
-        ],
-        caption=f"Median time of the kernel alone at {case.sizes} {case.dtype}, causal,"
-        f" {case.warps} warps; with fewer pipeline stages where the usual number does not fit.",
-    )
-
-
-def _cell(study: Tiles, name: str) -> Cell:
-    ms, spills = study.ms(name), study.resource(name, "spills")
-    if ms is None:
-        return study.refused.get(name, "").partition(":")[0] or None
-    return f"{number(ms)} (spills {spills})" if spills else ms
-
-
-def _unbroken(text: str) -> str:
-    return text.replace(" ", "\u00a0")
-
-
-def _sized(name: str) -> str:
-    return name.replace("x", " × ")

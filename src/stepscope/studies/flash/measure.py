@@ -1,14 +1,12 @@
-"""Measure a case of the flash study: a grid cell, a comparison, or the tiles of one kernel."""
+"""Measure a case of the flash study: a grid cell, or a comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepscope.attention.tiles import Pass, Tile, tiles
 from stepscope.errors import one_line
 from stepscope.records.schema import Quantity, Reading, Series
 from stepscope.studies.attention.workload import (
@@ -19,7 +17,7 @@ from stepscope.studies.attention.workload import (
 )
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.flash.accuracy import errors
-from stepscope.studies.flash.cases import CHOSEN, AttentionRaceCase, FlashCase, GridCase, TilesCase
+from stepscope.studies.flash.cases import AttentionRaceCase, FlashCase, GridCase, TilesCase
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
@@ -41,7 +39,7 @@ def measure(case: FlashCase, bench: Bench) -> Measurement:
         case AttentionRaceCase():
             return _measure_race(case, bench)
         case TilesCase():
-            return _measure_tiles(case, bench)
+            raise CaseSkipped("tiles are timed by scripts/tune_tiles.py")
 
 
 def _measure_grid(case: GridCase, bench: Bench) -> Measurement:
@@ -218,91 +216,6 @@ def _choice(step: AttentionStep) -> str:
     causal = step.workload.causal
     chosen = explain(step.q, step.k, step.v, is_causal=causal, rules=step.rules).chosen
     return f"takes {chosen}"
-
-
-def _measure_tiles(case: TilesCase, bench: Bench) -> Measurement:
-    """Compile, launch and time each tile that fits.
-
-    The other kernels of a call keep their tiles; the profiler reports the time of this kernel only.
-    """
-    if bench.device.kind != "cuda":
-        raise CaseSkipped("tiles belong to a GPU kernel, and this device is a CPU")
-    import torch
-
-    step = AttentionStep(case.workload("triton"), bench.device)
-    capability = torch.cuda.get_device_capability(bench.device.torch_device)
-    chosen = tiles(case.kernel, case.head, 2, capability)[0]
-    # The register limit belongs to the chosen tile, not to its size.
-    wanted = {CHOSEN: chosen} | {
-        f"{m}x{n}": chosen._replace(m=m, n=n, warps=case.warps, registers=0)
-        for m, n in product(case.tile_sizes, repeat=2)
-    }
-    multiprocessor = _multiprocessor(torch.cuda.get_device_properties(bench.device.torch_device))
-    series: list[Series] = []
-    quantities = [*_quantities("sm", multiprocessor)]
-    refused: dict[str, str] = {}
-    for done, (name, tile) in enumerate(wanted.items()):
-        bench.progress(done, len(wanted), "tiles")
-        result = measure_tile(case.kernel, tile, step.results, case.samples, bench)
-        if isinstance(result, str):
-            refused[name] = result
-            continue
-        times, resources = result
-        series.append(Series(name="step", variant=name, unit="ms", values=times, clock="device"))
-        quantities += _quantities(name, resources)
-    return Measurement(
-        series=tuple(series), quantities=tuple(quantities), attachments={"refused": refused}
-    )
-
-
-def measure_tile(
-    which: Pass, tile: Tile, run: Callable[[], object], samples: int, bench: Bench
-) -> tuple[tuple[float, ...], Resources] | str:
-    """Return times and compiled resources of a tile, or the reason why it did not run.
-
-    Fewer pipeline stages need less shared memory, so they are tried before giving up.
-    """
-    from triton.runtime.errors import OutOfResources
-
-    from stepscope.attention.triton import launch as triton_launch
-    from stepscope.measure.kernels import profile_kernels
-
-    def repeat() -> None:
-        for _ in range(samples):
-            run()
-
-    why = ""
-    for stages in range(tile.stages, 0, -1):
-        with triton_launch.forced_tiles({which: tile._replace(stages=stages)}):
-            try:
-                with triton_launch.recorded_launches() as launches:
-                    run()
-            except OutOfResources as error:
-                why = f"does not fit: {error}"
-                continue
-            except Exception as error:
-                # The compiler does not support some tiles; the others are still measured.
-                return f"does not compile: {one_line(error)}"
-            launch = next((launch for launch in launches if launch.kind == which), None)
-            if launch is None:
-                return "was not launched"
-            runs = profile_kernels(repeat, bench.device) or ()
-        times = tuple(run.ms for run in runs if run.name == launch.kernel.name)
-        if not times:
-            return f"the profiler saw no {launch.kernel.name}"
-        return times, _resources(launch)
-    return why
-
-
-def _multiprocessor(properties: Any) -> Resources:
-    """Resources of one streaming multiprocessor, shared by its resident blocks."""
-    return {
-        # Every GPU of the last ten years has 65536; older torch versions lack the attribute.
-        "registers": (getattr(properties, "regs_per_multiprocessor", 65536), "registers"),
-        "shared_bytes": (properties.shared_memory_per_multiprocessor, "B"),
-        "threads": (properties.max_threads_per_multi_processor, "threads"),
-        "count": (properties.multi_processor_count, "multiprocessors"),
-    }
 
 
 def launch_resources(run: Callable[[], object]) -> tuple[Quantity, ...]:

@@ -102,9 +102,6 @@ def race_findings(ran: Sequence[AttentionRace]) -> Iterator[Finding]:
             race,
             {"ms": times.median, "low": times.low, "high": times.high},
         )
-    for name in (OURS, "auto"):
-        if short := short_races(ran, name):
-            yield _short_calls(name, short)
     for race in ran:
         for name in race.case.racers:
             reason = race.out(name) or ""
@@ -138,49 +135,15 @@ def _against_baseline(wanted: Comparison, pairs: Sequence[Compared]) -> Finding:
             "shape": least.race.case.sizes,
             "missing": missing,
         },
-        tone="info"
-        if missing
-        else rated(_effect(mean, pairs, OURS, in_a_row=False), higher_is_better=True),
+        tone="info" if missing else rated(_effect(mean, pairs), higher_is_better=True),
     )
 
 
-def _effect(mean: Interval, pairs: Sequence[Compared], ours: str, in_a_row: bool) -> Effect:
+def _effect(mean: Interval, pairs: Sequence[Compared]) -> Effect:
     """A mean ratio with its interval."""
-    times = [pair.race.times(ours, in_a_row=in_a_row) for pair in pairs]
+    times = [pair.race.times(OURS) for pair in pairs]
     samples = min(one.count if one else 0 for one in times)
     return interval_of(Ratio(value=mean.value, low=mean.low, high=mean.high, level=0.95), samples)
-
-
-def _short_calls(ours: str, pairs: Sequence[Compared]) -> Finding:
-    least, average = lowest(pairs), geometric_mean(pairs)
-    mean = average.value
-    slower = sum(pair.ratio.high < 1.0 for pair in pairs)
-    text = (
-        f"In consecutive calls, CPU time included, {ours} is {number(mean, 3)} times as fast as"
-        f" {SHORT_BASELINE} over {counted(len(pairs), 'shape')} with one head"
-        f" (lowest {number(least.ratio.value, 3)} at {least.race.case.sizes})"
-    )
-    if slower:
-        text += f": significantly slower at {slower} of them"
-    elif least.ratio.value < 1.0:
-        text += "; where it is below 1, the difference is within the noise"
-    return finding(
-        "flash.short-calls",
-        f"{text}.",
-        pairs,
-        {
-            "ours": ours,
-            "baseline": SHORT_BASELINE,
-            "mean": mean,
-            "lowest": least.ratio.value,
-            "shape": least.race.case.sizes,
-            "slower": slower,
-            "shapes": len(pairs),
-        },
-        tone="warn"
-        if slower
-        else rated(_effect(average, pairs, ours, in_a_row=True), higher_is_better=True),
-    )
 
 
 class _Speed(NamedTuple):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import product
 
-from stepscope.analysis.effects import Effect, quotient
 from stepscope.analysis.limits import matrix_ceiling, median_ms, share_of
 from stepscope.analysis.verdict import Share
 from stepscope.records.schema import Record, Series
@@ -14,12 +12,10 @@ from stepscope.records.stats import Ratio, Summary, ratio_interval, summarize
 from stepscope.studies.attention.workload import RESULTS
 from stepscope.studies.base import Result, results_of
 from stepscope.studies.flash.cases import (
-    CHOSEN,
     AttentionRaceCase,
     FlashCase,
     GridCase,
     Shape,
-    TilesCase,
 )
 
 OURS = "triton"
@@ -30,11 +26,6 @@ for the last launch."""
 _FACTORS = {"float32": (2.0, 2.0)}
 _SIXTEEN_BIT_FACTORS = (1.0, 1.5)
 """Errors that the policy allows for output and gradients, relative to the reference's error."""
-_WARP = 32
-_REGISTERS_AT_ONCE = 256
-"""Allocation granularity of registers per warp."""
-_RESERVED_SHARED = 1024
-_MAX_BLOCKS = 32
 
 
 class GridRow(Result[GridCase]):
@@ -147,84 +138,9 @@ class AttentionRace(Result[AttentionRaceCase]):
         return self.record.find("wall" if in_a_row else "step", variant=name)
 
 
-class Tiles(Result[TilesCase]):
-    """The tiles of one kernel at one head dimension."""
-
-    @property
-    def kernel(self) -> str:
-        return self.case.kernel.replace("_", "-")
-
-    @cached_property
-    def names(self) -> list[str]:
-        return [f"{m}x{n}" for m, n in product(self.case.tile_sizes, repeat=2)]
-
-    @cached_property
-    def timed(self) -> dict[str, float]:
-        """Median times of the sizes that ran, fastest first, without the chosen tile."""
-        timed = {name: ms for name in self.names if (ms := self.ms(name)) is not None}
-        return dict(sorted(timed.items(), key=lambda item: item[1]))
-
-    @cached_property
-    def refused(self) -> Mapping[str, str]:
-        """Reason why a size did not run, by name."""
-        return self.record.attachment("refused", dict[str, str]) or {}
-
-    @property
-    def fastest(self) -> str:
-        return next(iter(self.timed))
-
-    @property
-    def lost(self) -> float:
-        """Share by which the chosen tile is slower than the fastest."""
-        return (self.ms(CHOSEN) or 0.0) / self.timed[self.fastest] - 1.0
-
-    @property
-    def slower(self) -> Effect:
-        """Time with the chosen tile over that with the fastest."""
-        chosen, fastest = (
-            _summary(self.record.find("step", variant=name)) for name in (CHOSEN, self.fastest)
-        )
-        assert chosen is not None
-        assert fastest is not None
-        return quotient(chosen, fastest)
-
-    def ms(self, name: str) -> float | None:
-        return median_ms(self.record, "step", variant=name)
-
-    def resource(self, name: str, what: str) -> int | None:
-        return integer_quantity(self.record, name, what)
-
-    def blocks(self, name: str) -> int | None:
-        """Resident blocks of the kernel per multiprocessor."""
-        own = [self.resource(name, what) for what in ("registers", "shared_bytes", "warps")]
-        limits = [self.resource("sm", what) for what in ("registers", "shared_bytes", "threads")]
-        known = [value for value in (*own, *limits) if value is not None]
-        return resident_blocks(*known) if len(known) == len(own) + len(limits) else None
-
-
 def integer_quantity(record: Record, variant: str, name: str) -> int | None:
     value = record.quantity(name, variant=variant)
     return None if value is None else int(value)
-
-
-def resident_blocks(
-    registers: float,
-    shared: float,
-    warps: float,
-    sm_registers: float,
-    sm_shared: float,
-    sm_threads: float,
-) -> int:
-    """Resident blocks of a kernel per multiprocessor."""
-    per_warp = -(-registers * _WARP // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE
-    return int(
-        min(
-            sm_registers // per_warp // warps if per_warp else _MAX_BLOCKS,
-            sm_shared // (shared + _RESERVED_SHARED),
-            sm_threads // (warps * _WARP),
-            _MAX_BLOCKS,
-        )
-    )
 
 
 def grid_rows(results: Sequence[Result[FlashCase]]) -> list[GridRow]:

@@ -12,8 +12,8 @@ from stepscope.report.blocks import Block, Cell, Kind, Table
 from stepscope.report.format import UP_TO, number, rate
 from stepscope.report.tables import col, cols, interval, table
 from stepscope.studies.attention.workload import MODES, RESULTS
-from stepscope.studies.base import Result, results_of
-from stepscope.studies.flash.cases import FlashCase, TilesCase
+from stepscope.studies.base import Result
+from stepscope.studies.flash.cases import FlashCase
 from stepscope.studies.flash.figures import (
     by_dtype_and_head,
     memory_figures,
@@ -31,11 +31,9 @@ from stepscope.studies.flash.kernels import (
     health_table,
     kernels_seen,
     kernels_table,
-    tile_findings,
-    tile_tables,
 )
 from stepscope.studies.flash.races import race_findings, race_table, speed_table
-from stepscope.studies.flash.rows import GRADIENTS, GridRow, Tiles, grid_rows, races
+from stepscope.studies.flash.rows import GRADIENTS, GridRow, grid_rows, races
 from stepscope.studies.views.builders import grouped
 
 _LEGEND = (
@@ -54,13 +52,9 @@ Results = Sequence[Result[FlashCase]]
 
 def view(results: Results) -> tuple[Block, ...]:
     rows, ran = grid_rows(results), races(results)
-    tiles = [
-        Tiles(*result) for result in results_of(results, TilesCase) if result.record.status == "ok"
-    ]
     return (
         *race_findings(ran),
         *grid_findings(rows),
-        *tile_findings(tiles),
         *common_findings([result.record for result in results], rows),
         *filter(None, (speed_table(ran), race_table(ran))),
         *_length_blocks(rows),
@@ -69,7 +63,6 @@ def view(results: Results) -> tuple[Block, ...]:
         *_accuracy_tables(rows),
         *kernels_table(rows),
         *health_table(rows),
-        *tile_tables(tiles),
         *_cell_tables(rows),
     )
 

@@ -12,11 +12,6 @@ emulated: that answers the question of numerics, not of speed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import msgspec
-
-from stepscope.records.schema import Environment
 from stepscope.studies.base import Study
 from stepscope.studies.fp8.cases import Fp8Case, Fp8Flags, cases_of
 
@@ -39,20 +34,6 @@ class Fp8(Study[Fp8Flags, Fp8Case]):
 
     def cases(self, flags: Fp8Flags) -> tuple[Fp8Case, ...]:
         return tuple(cases_of(flags))
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[Fp8Flags]]:
-        full = Fp8Flags(size=("small", "medium"), context=512, steps=300, seeds=3)
-        if environment.device_kind == "cpu":
-            quick = Fp8Flags(size=("tiny",), context=32, batch=4, steps=20, probes=3, seeds=2)
-        else:
-            quick = Fp8Flags(size=("small",), context=256, steps=60, seeds=2)
-        rowwise = msgspec.structs.replace(full, size=("small",), part=("training",))
-        return {
-            "quick": (quick,),
-            **dict.fromkeys(("seeds", "cs336-2026"), (quick,)),
-            "h200": (full, msgspec.structs.replace(rowwise, scaling=("rowwise",))),
-            "full": (full, msgspec.structs.replace(rowwise, scaling=("rowwise", "blockwise"))),
-        }
 
 
 STUDY = Fp8()

@@ -13,9 +13,6 @@ what is missing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from stepscope.records.schema import Environment
 from stepscope.studies.base import Study
 from stepscope.studies.leaderboard.cases import LeaderboardCase, LeaderboardFlags
 
@@ -39,45 +36,8 @@ class Leaderboard(Study[LeaderboardFlags, LeaderboardCase]):
     no_model = "it times the model of the assignment"
 
     def cases(self, flags: LeaderboardFlags) -> tuple[LeaderboardCase, ...]:
-        return tuple(
-            LeaderboardCase(
-                size=flags.size,
-                table=flags.table,
-                overrides=flags.overrides,
-                context=flags.context,
-                per_rank=flags.per_rank,
-                ranks=ranks,
-                backend=flags.backend,
-                dtype=flags.dtype,
-                warmup_seconds=flags.warmup_seconds,
-                seconds=flags.seconds,
-            )
-            for ranks in flags.ranks
-        )
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[LeaderboardFlags]]:
-        small = LeaderboardFlags(
-            size="tiny",
-            context=64,
-            vocab=512,
-            dtype="float32",
-            warmup_seconds=0.1,
-            seconds=0.5,
-        )
-        if environment.device_kind == "cpu":
-            # The model of the test does not fit into the memory of most machines.
-            return dict.fromkeys(("quick", "seeds", "cs336-2026", "h200", "full"), (small,))
-        quick = LeaderboardFlags(
-            size="small",
-            table="2025",
-            context=2048,
-            ranks=(1,),
-            warmup_seconds=1.0,
-            seconds=3.0,
-        )
-        # On one GPU its share of the batch; the case of two ranks is skipped there.
-        full = LeaderboardFlags(ranks=(1, 2))
-        return {"quick": (quick,)} | dict.fromkeys(("seeds", "cs336-2026", "h200", "full"), (full,))
+        fields = {n: getattr(flags, n) for n in LeaderboardCase.__struct_fields__}
+        return tuple(LeaderboardCase(**fields | {"ranks": ranks}) for ranks in flags.ranks)
 
 
 STUDY = Leaderboard()

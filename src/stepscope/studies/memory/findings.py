@@ -8,21 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from stepscope.analysis.conclusions import NOTHING, Conclusion, deduced
-from stepscope.attention import cost as attention_cost
-from stepscope.attention.cost import AttentionShape
 from stepscope.attention.registry import implementation
-from stepscope.model.config import precision
 from stepscope.records.memory import LIBRARIES, PARAMETERS, TEMPORARIES, WEIGHT_COPIES, PostMortem
 from stepscope.report.blocks import Finding, Tone, Value
-from stepscope.report.format import bytes_, count, number, percent
+from stepscope.report.format import bytes_, count, percent
 from stepscope.studies.memory.answers import step_findings
 from stepscope.studies.memory.rows import (
-    REGIMES,
     Accounted,
     Planned,
-    Regime,
     but_for_context,
-    highest_steps,
 )
 from stepscope.studies.training.plans import can_be_predicted, prediction_for
 from stepscope.studies.training.post_mortem import NOTE, examined, read_refusal
@@ -43,11 +37,8 @@ def memory_findings(cases: Sequence[Accounted], lost: Sequence[Planned]) -> tupl
     return (
         *_prediction(cases),
         *_closure(cases),
-        *_recording(cases),
-        *_driver(cases),
+        *_incomplete(cases),
         *_autocast(cases),
-        *_attention(cases),
-        *_regimes(cases),
         *_optimizer(cases),
         *step_findings(cases),
         *_largest(cases),
@@ -136,79 +127,12 @@ def _closure(cases: Sequence[Accounted]) -> Iterator[Finding]:
     )
 
 
-def _recording(cases: Sequence[Accounted]) -> Iterator[Finding]:
-    """Cost of recording, and snapshots that are incomplete."""
-    slower = {case: cost for case in cases if (cost := case.recording_cost) is not None}
-    histories = {case: with_it for case in cases if (with_it := case.history_cost) is not None}
+def _incomplete(cases: Sequence[Accounted]) -> Iterator[Finding]:
     cut = [case for case in cases if "snapshot_incomplete" in case.record.notes]
-    parts: list[str] = []
-    values: dict[str, Value] = {}
-    if slower:
-        middle = statistics.median(slower.values())
-        values["slower"] = middle
-        parts.append(
-            f"The recorded step takes {number(middle, 3)}× the time of"
-            " a plain one; times and peaks are those of plain steps where there is an allocator to"
-            " query."
-        )
-    for case, with_it in histories.items():
-        values[f"history: {case.name}"] = with_it.median
-        parts.append(
-            f"The allocator's history with Python stacks makes a step of {case.name}"
-            f" {number(with_it.median, 3)}× as long ({number(with_it.low, 3)} to"
-            f" {number(with_it.high, 3)} in {with_it.count} rounds)."
-        )
     if cut:
-        values["incomplete"] = len(cut)
-        parts.append(
-            f"{len(cut)} snapshots are incomplete, the first of {cut[0].name}: the history's"
-            " buffer was full."
-        )
-    if parts:
-        used = (*slower, *histories, *cut)
-        yield _finding("recording", used, values, " ".join(parts), timed=True)
-
-
-def _driver(cases: Sequence[Accounted]) -> Iterator[Finding]:
-    """Difference between `nvidia-smi` and `memory_allocated`, by cause."""
-    queried = [case for case in cases if case.driver_unattributed is not None]
-    if not queried:
-        return
-    case = max(queried, key=lambda case: case.peak)
-    driver, context = case.bytes("driver_bytes") or 0, case.bytes("context_bytes") or 0
-    reserved, left = case.bytes("reserved_bytes") or 0, case.driver_unattributed or 0
-    text = (
-        f"`nvidia-smi` and `memory_allocated` disagree because the driver counts all memory of the"
-        f" process: for {case.name} its {bytes_(driver)} are {bytes_(case.peak)} of tensors"
-        f" at the peak, {bytes_(reserved - case.peak)} that the allocator keeps cached, and"
-        f" {bytes_(context)} of CUDA context, kernels and libraries, measured before the model"
-        " existed; "
-    )
-    of_peak = percent(case.driver_unattributed_share or 0)
-    text += f"{bytes_(left)} ({of_peak} of the peak) remain." if left else "nothing remains."
-    worst = max(queried, key=lambda case: case.driver_unattributed_share or 0)
-    share = worst.driver_unattributed_share or 0
-    if not share and len(queried) > 1:
-        text += f" The same holds in all {len(queried)} cases."
-    elif worst is not case:
-        text += f" In {len(queried)} cases at most {percent(share)} remain ({worst.name})."
-    yield _finding(
-        "driver",
-        queried,
-        {
-            "step": case.name,
-            "driver": driver,
-            "peak": case.peak,
-            "reserved": reserved,
-            "context": context,
-            "left": left,
-            "cases": len(queried),
-            "worst_share": share,
-            "worst_step": worst.name,
-        },
-        text,
-        "good" if share <= _CLOSED else "warn",
-    )
+        text = f"{len(cut)} snapshots are incomplete, the first of {cut[0].name}: the history's"
+        text += " buffer was full."
+        yield _finding("snapshot-incomplete", cut, {"incomplete": len(cut)}, text)
 
 
 def _differing(
@@ -296,94 +220,6 @@ def _at_longer_contexts(pairs: Sequence[Pair], narrow: Accounted) -> tuple[str, 
             " naive attention saves both"
         )
     return f"{text}.", {"more_up_to": last.workload.context}
-
-
-def _attention(cases: Sequence[Accounted]) -> Iterator[Finding]:
-    """Naive attention against flash attention, where it saves the most."""
-    pairs: list[Pair] = []
-    for members in _differing(cases, "attention", "reference"):
-        naive = members.get("reference")
-        flash = next(
-            (case for name, case in members.items() if not implementation(name).saves_scores), None
-        )
-        if naive is not None and flash is not None and flash.peak:
-            pairs.append((naive, flash))
-    if not pairs:
-        return
-    naive, flash = max(pairs, key=lambda pair: pair[0].peak / pair[1].peak)
-    gain = naive.peak / flash.peak
-    naive_bytes, moved = _traffic(naive)
-    yield _finding(
-        "flash-attention",
-        (naive, flash),
-        {
-            "step": naive.name,
-            "attention": flash.workload.attention,
-            "kept": naive.kept,
-            "peak": naive.peak,
-            "flash_kept": flash.kept,
-            "flash_peak": flash.peak,
-            "gain": gain,
-            "traffic": naive_bytes,
-            "flash_traffic": moved,
-        },
-        f"Flash attention reduces memory use, not only memory traffic:"
-        f" {naive.name} saves {bytes_(naive.kept)} of activations for backward and peaks at"
-        f" {bytes_(naive.peak)}; with {flash.workload.attention} it saves {bytes_(flash.kept)} and"
-        f" peaks at {bytes_(flash.peak)}, {number(gain, 3)}× less.",
-        conclusion=deduced(
-            "The scores that it does not store grow with the square of the context."
-            " In traffic the difference is larger: by the shapes of what each operator reads and"
-            f" writes, naive attention moves {bytes_(naive_bytes)} in"
-            f" {'a forward pass' if naive.workload.mode == 'forward' else 'a step'}, flash"
-            f" attention at least {bytes_(moved)}, {number(naive_bytes / moved, 3)}× less."
-        ),
-    )
-
-
-def _traffic(naive: Accounted) -> tuple[int, int]:
-    """Bytes that naive and flash attention read and write in one step, from the shapes of their
-    tensors."""
-    work, policy = naive.workload, precision(naive.workload.dtype)
-    model = work.model()
-    shape = AttentionShape(
-        batch=work.batch,
-        heads=model.n_heads,
-        seq_q=work.context,
-        seq_k=work.context,
-        d_head=model.d_head,
-    )
-    width = 4 if policy.compute in ("float32", "tf32") else 2
-    wide = policy.autocast and naive.on_cuda
-    naive_bytes = attention_cost.reference_forward_bytes(shape, width, float32_softmax=wide)
-    flash = attention_cost.forward_bytes(shape, width)
-    if work.mode != "forward":
-        naive_bytes += attention_cost.reference_backward_bytes(shape, width, float32_softmax=wide)
-        flash += attention_cost.backward_bytes(shape, width)
-    return naive_bytes * model.n_layers, flash * model.n_layers
-
-
-def _regimes(cases: Sequence[Accounted]) -> Iterator[Finding]:
-    """Origin of “4× the model” and “8× the model”."""
-    plain, pure, master = (Regime(name) for name in ("float32", "bfloat16-pure", "bfloat16-master"))
-    measured = {name: case for name, case in highest_steps(cases).items() if name in REGIMES}
-    if not measured:
-        return
-    listed = "; ".join(
-        f"{name} {number(case.per_parameter, 4)} B measured, {Regime(name).total} B by the dtypes"
-        for name, case in measured.items()
-    )
-    yield _finding(
-        "bytes-per-parameter",
-        measured.values(),
-        {name: case.per_parameter for name, case in measured.items()},
-        f"“{plain.total // plain.weights}× the model” is a float32 step: {plain.weights} B of"
-        f" weight, {plain.gradients} of gradient, {plain.state} of AdamW's moments."
-        f" “{master.total // master.weights}×” is bfloat16 with float32 master weights: the same"
-        f" {master.total} B per parameter, counted in weights of {master.weights} B; only"
-        f" without master weights is it less ({pure.total} B)."
-        f" Weights, gradients and optimizer state per parameter here: {listed}.",
-    )
 
 
 def _optimizer(cases: Sequence[Accounted]) -> Iterator[Finding]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +19,13 @@ from stepscope.records.memory import (
     GradientMoment,
     SavedTensor,
 )
-from stepscope.records.schema import Series, quantities
+from stepscope.records.schema import quantities
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.memory.cases import MemoryCase
 from stepscope.studies.trace.measure import TRACES
 from stepscope.studies.training.factory import make_step
 from stepscope.studies.training.peaks import (
     account,
-    interleaved_steps,
-    one_step,
     peak_quantities,
     plain_steps,
 )
@@ -39,8 +35,6 @@ if TYPE_CHECKING:
     from stepscope.measure.allocator import CudaAllocator
     from stepscope.measure.device import Device
     from stepscope.studies.training.subject import TrainingStep
-
-_TURNS = 5
 
 
 def measure(case: MemoryCase, bench: Bench) -> Measurement:
@@ -74,9 +68,7 @@ def measure(case: MemoryCase, bench: Bench) -> Measurement:
         sizes["reserved_bytes"] = standing[STEP_END].reserved
         sizes["driver_bytes"] = standing[STEP_END].driver
     bench.progress(0, 1, "ledger")
-    start = time.perf_counter()
     account(ledger, step)
-    recorded = (time.perf_counter() - start) * 1e3
     if allocator is not None:
         ledger.library_bytes = sizes["library_bytes"] = allocator.library_bytes()
     peaks = plain.peaks or {peak.phase: peak.allocated for peak in ledger.peaks}
@@ -92,13 +84,10 @@ def measure(case: MemoryCase, bench: Bench) -> Measurement:
     }
     if standing:
         attachments["standing"] = standing
-    series = [*plain.series(), Series(name="recorded", unit="ms", values=(recorded,))]
     if case.snapshot == "yes":
-        noted, turns = _snapshot(step, device, case)
-        notes |= noted
-        series += turns
+        notes |= _snapshot(step, device, case)
     return Measurement(
-        series=tuple(series),
+        series=plain.series(),
         quantities=(
             *step.quantities(),
             *peak_quantities(peaks, case, device.kind),
@@ -156,25 +145,23 @@ def _of_two_blocks(moments: Sequence[GradientMoment]) -> list[GradientMoment]:
     return [one for one in moments if one.parameter.startswith(("blocks.0.", "blocks.1."))]
 
 
-def _snapshot(
-    step: TrainingStep, device: Device, workload: Workload
-) -> tuple[dict[str, str], list[Series]]:
-    """Record a step with the allocator's history, stored in the folder of traces, and measure the
-    cost of that recording, interleaved with steps without it."""
+def _snapshot(step: TrainingStep, device: Device, workload: Workload) -> dict[str, str]:
+    """Record a step with the allocator's history, stored in the folder of traces."""
     folder = os.environ.get(TRACES)
     if device.kind != "cuda" or not folder:
-        return {}, []
-    from stepscope.measure.allocator import history, recorded_history
+        return {}
+    from stepscope.measure.allocator import recorded_history
 
     path = Path(folder) / f"{workload.key}.memory.pickle"
     try:
-        turns = interleaved_steps(step, device, {"plain": nullcontext, "history": history}, _TURNS)
+        step.reset()
         with recorded_history(path) as recording:
-            one_step(step, device)
+            step.run_phases()
+            device.synchronize()
     except Exception as error:
         # The ledger is valid without a snapshot.
-        return {"snapshot_missing": one_line(error)}, []
+        return {"snapshot_missing": one_line(error)}
     notes = {"snapshot": path.name}
     if recording.overflowed:
         notes["snapshot_incomplete"] = "its buffer was full: earlier events were overwritten"
-    return notes, [Series(name=name, unit="ms", values=tuple(took)) for name, took in turns.items()]
+    return notes

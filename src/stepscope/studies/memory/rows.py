@@ -28,7 +28,6 @@ from stepscope.records.memory import (
     saved_bytes,
 )
 from stepscope.records.schema import Record
-from stepscope.records.stats import Summary, summarize
 from stepscope.studies.base import Result
 from stepscope.studies.identity import OfStep
 from stepscope.studies.memory.cases import MemoryCase
@@ -137,22 +136,6 @@ class Accounted(Account):
         """Predicted over measured peak, minus one."""
         predicted = self.bytes("predicted_bytes")
         return None if predicted is None or not self.peak else predicted / self.peak - 1
-
-    @property
-    def recording_cost(self) -> float | None:
-        """Time of the recorded step over that of a plain step."""
-        plain, recorded = self.record.find("step"), self.record.find("recorded")
-        if plain is None or recorded is None or not plain.values or not recorded.values:
-            return None
-        return recorded.values[0] / sorted(plain.values)[len(plain.values) // 2]
-
-    @property
-    def history_cost(self) -> Summary | None:
-        """Time of a step with the allocator's history over the plain step of its round."""
-        plain, history = self.record.find("plain"), self.record.find("history")
-        if plain is None or history is None or not plain.values or not history.values:
-            return None
-        return summarize([h / p for h, p in zip(history.values, plain.values, strict=False)])
 
     @property
     def per_parameter(self) -> float:

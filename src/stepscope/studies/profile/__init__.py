@@ -10,13 +10,11 @@ which has the same number of launches, and the replay of the step as a CUDA grap
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from stepscope.analysis.verdict import Verdict
-from stepscope.records.schema import Environment, Record
+from stepscope.records.schema import Record
 from stepscope.studies.base import Bench, Study
 from stepscope.studies.profile.cases import ProfileCase, ProfileFlags
 from stepscope.studies.training.post_mortem import step_post_mortem
@@ -59,71 +57,6 @@ class Profile(Study[ProfileFlags, ProfileCase]):
             return None
         lead = leading(known).fullest()
         return step_verdict(lead.record, lead.workload, lead.summary)
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[ProfileFlags]]:
-        course = ("small", "medium", "large")
-        sizes_2025 = (*course, "xl", "2.7b")
-        both = ("float32", "bfloat16")
-        if environment.device_kind == "cpu":
-            # Every case is a separate process, which takes longer to start than to measure.
-            # A step of the table that the page opens with.
-            quick = ProfileFlags(
-                size=("tiny",),
-                context=(128,),
-                batch=(2,),
-                warmup=1,
-                steps=5,
-                traced=2,
-                mode=("forward", "train-step"),
-            )
-        else:
-            quick = ProfileFlags(size=("small",), context=(128, 512), dtype=both)
-        seeds = (
-            ProfileFlags(size=sizes_2025, context=(128,), batch=(1, 4)),
-            ProfileFlags(size=sizes_2025, context=(256, 512, 1024)),
-        )
-        course_2026 = ProfileFlags(
-            size=(*course, "xl", "10b"), table="2026", context=(128, 512), dtype=both
-        )
-        return {
-            "quick": (quick,),
-            "seeds": seeds,
-            "cs336-2026": (course_2026,),
-            "h200": _published(sizes_2025),
-            "full": (*seeds, course_2026, *_published(sizes_2025)),
-        }
-
-
-def _published(every_size: tuple[str, ...]) -> tuple[ProfileFlags, ...]:
-    """Short cases, the most important first: a machine may be available for minutes only.
-
-    Experiments run where they decide something: at the sizes and contexts at which the host limits
-    the step, and at the largest.
-    """
-    change = msgspec.structs.replace
-    both = ("float32", "bfloat16")
-    train = ProfileFlags(
-        size=("small", "xl", "2.7b"),
-        mode=("train-step",),
-        warmup=3,
-        steps=5,
-        traced=2,
-        enough_seconds=1.5,
-    )
-    plain = change(train, experiments=False)
-    two_modes = change(plain, mode=("forward", "train-step"))
-    sizes = change(plain, mode=("forward-backward",), size=every_size, traced=1)
-    return (
-        change(train, dtype=both),
-        change(plain, mode=("forward",), dtype=both),
-        change(train, mode=("forward", "train-step"), dtype=("bfloat16",), compile=("block",)),
-        change(sizes, context=(128,), batch=(4, 1)),
-        change(train, size=("small",), context=(128, 256), dtype=both),
-        change(two_modes, size=("small", "xl"), context=(128, 256)),
-        change(plain, mode=("forward-backward",)),
-        change(two_modes, size=("small",), context=(1024,)),
-        change(plain, mode=("forward",), size=("2.7b",), context=(1024,)),
-    )
 
 
 STUDY = Profile()

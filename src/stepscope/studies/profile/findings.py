@@ -38,7 +38,6 @@ def profile_findings(groups: Sequence[Group]) -> Iterator[Finding]:
     lead = leading(groups)
     traced = [step for group in groups for step in group.modes.values()]
     yield _closing(traced)
-    yield _attributed(traced)
     yield from _host_limits([group.fullest() for group in groups])
     yield from _agreement(lead)
     yield from _top(lead)
@@ -74,30 +73,6 @@ def _closing(traced: Sequence[Traced]) -> Finding:
         records=ids(still_open),
         text=f"The time of {named[0]} does not add up: {worst_open.summary.doubt}.{more}",
         tone="warn",
-    )
-
-
-def _attributed(traced: Sequence[Traced]) -> Finding:
-    """Smallest share of the work, over all steps, whose class and part are known."""
-    kind = min(step.summary.shares.kind for step in traced)
-    backward = min(
-        (
-            step.summary.shares.backward_module
-            for step in traced
-            if step.summary.phase_ms("backward") > 0
-        ),
-        default=None,
-    )
-    text = f"At least {percent(kind)} of the work of every step has a class"
-    if backward is not None:
-        text += f", and at least {percent(backward)} of every backward pass a part of the model"
-    good = kind >= _CLASSED_FROM and (backward is None or backward >= _PLACED_FROM)
-    return Finding(
-        code="profile.attributed",
-        values={"class": kind, "backward_part": backward},
-        records=ids(traced),
-        text=f"{text}.",
-        tone="good" if good else "warn",
     )
 
 

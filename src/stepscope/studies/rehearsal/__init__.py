@@ -11,12 +11,10 @@ gloo: their links are measured, the step is predicted, then run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import msgspec
+from collections.abc import Sequence
 
 from stepscope.analysis.verdict import Verdict
-from stepscope.records.schema import Environment, Record
+from stepscope.records.schema import Record
 from stepscope.studies.base import Study
 from stepscope.studies.rehearsal.cases import (
     CheckCase,
@@ -56,34 +54,6 @@ class Rehearsal(Study[RehearsalFlags, RehearsalCase]):
             return None
         subjects, question = recorded_question(self.results(records))
         return rehearsal_verdict(subjects, question) if subjects else None
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[RehearsalFlags]]:
-        modern = RehearsalFlags(dtype=("bfloat16",), attention=("sdpa",))
-        change = msgspec.structs.replace
-        if environment.device_kind == "cpu":
-            quick = RehearsalFlags(
-                size=("tiny",),
-                context=(16,),
-                batch=(1,),
-                vocab=1024,
-                steps=5,
-                check_ranks=(2,),
-                bucket_mb=(1.0,),
-                rounds=5,
-                compute="waits",
-            )
-        else:
-            quick = modern
-        return {
-            "quick": (quick,),
-            "seeds": (change(modern, size=("medium",)),),
-            "cs336-2026": (change(modern, size=("xl",), table="2026"),),
-            "h200": (
-                change(modern, size=("small", "medium", "large", "xl")),
-                RehearsalFlags(size=("small",), check_ranks=(2, 4), bucket_mb=(4.0, 25.0)),
-            ),
-            "full": (RehearsalFlags(size=("small", "medium", "large"), check_ranks=(2, 4)),),
-        }
 
 
 STUDY = Rehearsal()

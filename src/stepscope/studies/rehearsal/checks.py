@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from stepscope.analysis.conclusions import NOTHING, Conclusion, conclude, joined
-from stepscope.analysis.effects import Effect, combination
 from stepscope.analysis.links import fit_link
 from stepscope.analysis.rehearsal.channel import MeasuredChannel, measured_channel
 from stepscope.analysis.rehearsal.recording import Recording, recording_of
@@ -14,7 +12,7 @@ from stepscope.analysis.rehearsal.replay import Upkeep, name_of, replay
 from stepscope.records.schema import Record, Series
 from stepscope.records.stats import Summary, summarize
 from stepscope.report.blocks import Finding, Table
-from stepscope.report.format import duration, number, percent, rate
+from stepscope.report.format import duration, percent, rate
 from stepscope.report.tables import col, interval, table
 from stepscope.studies.ddp.cases import ALONE
 from stepscope.studies.rehearsal.cases import CheckCase, Sampled, strategies
@@ -41,9 +39,6 @@ class Comparison(NamedTuple):
     channel: MeasuredChannel
     upkeep: Upkeep
     rows: tuple[Row, ...]
-    contention: tuple[Effect, Effect] | None = None
-    """Time that packing takes longer during a reduction, and that the reduction is late, over all
-    sizes, in ms; None if it was not measured."""
 
     @property
     def worst(self) -> Row:
@@ -108,8 +103,7 @@ def compare(
             longer = measured.median - baseline.median
             exposed = longer if longer >= 0 else None
             rows.append(Row(name, predicted.step_ms, measured, predicted.exposed_ms, exposed))
-    contention = _contention_effects(slowest)
-    return Comparison(channel, upkeep, tuple(rows), contention) if rows else None
+    return Comparison(channel, upkeep, tuple(rows)) if rows else None
 
 
 def _contention(
@@ -130,30 +124,6 @@ def _contention(
     took = sum(packed[key] - issue for key in known)
     later = sum(both[key] - max(alone[key[0]], packed[key]) for key in known)
     return max(1.0, took / work), max(0.0, later / work)
-
-
-def _contention_effects(
-    slowest: Mapping[Sampled, Summary],
-) -> tuple[Effect, Effect] | None:
-    """The numerators of `_contention`, with their intervals."""
-    issue = slowest.get(Sampled("issue"))
-    slowed: list[tuple[float, Summary]] = []
-    late: list[tuple[float, Summary]] = []
-    for what, packed in slowest.items():
-        if what.name != "packed":
-            continue
-        alone, pack, both = (
-            slowest.get(Sampled(name, variant, what.size))
-            for name, variant in (("alone", ""), ("pack", ""), ("beside", what.variant))
-        )
-        if alone is None or pack is None or both is None:
-            continue
-        slowed += [(1.0, packed), (-float(what.variant or 1), pack)]
-        slowed += [(-1.0, issue)] if issue else []
-        late += [(1.0, both), (-1.0, max(alone, packed, key=lambda one: one.median))]
-    if not slowed:
-        return None
-    return combination(*zip(*slowed, strict=True)), combination(*zip(*late, strict=True))
 
 
 def _slowest(series: Iterable[Series]) -> dict[Sampled, Summary]:
@@ -194,23 +164,8 @@ def check_findings(checks: Sequence[Check]) -> Iterator[Finding]:
             f" latency of {duration(line.latency_ms)} per reduction and"
             f" {rate(line.bytes_per_ms * 1e3, 'B/s')} (residual of at most"
             f" {percent(line.residual)}).",
-            conclusion=_contention_words(check.comparison),
             records=(check.record.id,),
         )
-
-
-def _contention_words(comparison: Comparison) -> Conclusion:
-    upkeep = comparison.upkeep
-    if comparison.contention is None or (upkeep.slowed == 1.0 and upkeep.drag == 0.0):
-        return NOTHING
-    slowed, late = comparison.contention
-    return joined(
-        conclude(
-            f"Packing a gradient takes {number(upkeep.slowed, 3)}× as long during a reduction.",
-            slowed,
-        ),
-        conclude(f"Every ms of packing delays the reduction by {number(upkeep.drag, 2)} ms.", late),
-    )
 
 
 def check_table(checks: Sequence[Check]) -> Table:

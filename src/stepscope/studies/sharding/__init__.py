@@ -9,9 +9,6 @@ memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from stepscope.records.schema import Environment
 from stepscope.studies.base import Study
 from stepscope.studies.ranks.subject import RankedStep
 from stepscope.studies.sharding.cases import ShardingFlags
@@ -31,24 +28,6 @@ class Sharding(Study[ShardingFlags, RankedStep]):
             for subject in flags.subjects((flags.context,))
             for ranks in flags.ranks
         )
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[ShardingFlags]]:
-        quick = (
-            ShardingFlags(size=("tiny",), context=32, rounds=5, ranks=(2,))
-            if environment.device_kind == "cpu"
-            else ShardingFlags(ranks=(1,))
-        )
-        return {
-            "quick": (quick,),
-            "seeds": (ShardingFlags(size=("medium",), ranks=(2,)),),
-            "cs336-2026": (ShardingFlags(size=("xl",), table="2026", ranks=(2,)),),
-            # Two ranks on one GPU need gloo: memory is representative, time is not.
-            "h200": (
-                ShardingFlags(ranks=(1,), rounds=5),
-                ShardingFlags(ranks=(2,), backend="gloo", rounds=5),
-            ),
-            "full": (ShardingFlags(size=("small", "medium", "large"), ranks=(2, 4)),),
-        }
 
 
 STUDY = Sharding()

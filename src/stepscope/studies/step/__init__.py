@@ -19,15 +19,13 @@ machine reuses the caches of torch.compile.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import msgspec
 
-from stepscope.records.schema import Environment
 from stepscope.studies.base import Study
 from stepscope.studies.step.cases import (
-    PARTS,
     LossCase,
     RungCase,
     StepCase,
@@ -91,63 +89,6 @@ class Step(Study[StepFlags, StepCase]):
             *sweep(False),
             *(row for row in rows if isinstance(row, RungCase) and row.rung != START),
         )
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[StepFlags]]:
-        if environment.device_kind == "cpu":
-            quick = [
-                StepFlags(
-                    part=PARTS,
-                    size=("tiny",),
-                    context=(64,),
-                    batch=(2,),
-                    # Compiling would take longer than all other rungs together.
-                    rungs=tuple(name for name in RUNGS if name != "compile"),
-                    race=("tiny-64",),
-                    loss_size="tiny",
-                    loss_context=32,
-                    loss_steps=24,
-                    words=16,
-                    loss_rungs=("flash", "fused-loss"),
-                    seeds=(0,),
-                    vocab=1024,
-                    warmup=1,
-                    steps=5,
-                    min_seconds=0.0,
-                    rounds=5,
-                    blocks=4,
-                    block_seconds=0.1,
-                )
-            ]
-        else:
-            quick = [StepFlags(part=("ladder", "waterfall"))]
-        return {
-            "quick": quick,
-            "seeds": (StepFlags(part=("ladder",)),),
-            "cs336-2026": (StepFlags(part=("ladder",), table="2026"),),
-            "h200": published(),
-            "full": (*published(), StepFlags(part=("ladder",), size=("medium", "large"))),
-        }
-
-
-def published() -> tuple[StepFlags, ...]:
-    """Flags of the published run, most important part first: GPU time may be short."""
-    return (
-        StepFlags(part=("race",), race=("small-512", "xl-512")),
-        StepFlags(part=("race",), race=("2.7b-2048", "2.7b-512", "xl-2048")),
-        StepFlags(
-            part=("race",),
-            race=("2.7b-2048-fp8", "xl-2048-fp8", "8b-32768-fp8"),
-            scopes=("block",),
-            modes=("default",),
-        ),
-        # Compiling the full model would exceed the time limit of a case.
-        StepFlags(
-            part=("race",), race=("8b-32768",), scopes=("block",), modes=("default",), rounds=3
-        ),
-        StepFlags(part=("ladder", "waterfall")),
-        StepFlags(part=("loss",)),
-        StepFlags(part=("ladder", "waterfall"), size=("2.7b",), context=(2048,), warmup=3, steps=5),
-    )
 
 
 STUDY = Step()

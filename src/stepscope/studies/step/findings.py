@@ -11,10 +11,8 @@ from stepscope.records.stats import Summary
 from stepscope.report.blocks import Finding, Value
 from stepscope.report.format import counted, duration, number, percent
 from stepscope.studies.step.ladder import START, words
-from stepscope.studies.step.races import SIDES
 from stepscope.studies.step.rows import AGREES_WITHIN, FALLS_BY, Ladder, LossCurve, StepRace
-from stepscope.studies.views.builders import finding, grouped, rated
-from stepscope.studies.views.energy import at_cap_words
+from stepscope.studies.views.builders import finding, rated
 
 GAINS = 1.01
 """Smallest speedup that counts as a gain."""
@@ -31,9 +29,6 @@ def step_findings(
     yield from _loss(curves)
     for race in raced:
         yield from _race(race)
-    for race in raced:
-        yield from _power_capped(race)
-    yield from _no_energy(raced)
 
 
 def _climb(ladder: Ladder, start: Summary) -> Finding:
@@ -213,37 +208,3 @@ def _race(race: StepRace) -> Iterator[Finding]:
         values | {"other_races": len(others)},
         tone=tone,
     )
-
-
-def _power_capped(race: StepRace) -> Iterator[Finding]:
-    capped = {
-        side: (draw, draw.lasts_ms)
-        for side in ("stepscope", *SIDES)
-        if (draw := race.draw(side)) is not None and draw.lasts_ms is not None
-    }
-    if not capped:
-        return
-    (first, (draw, _)), *others = capped.items()
-    text = f"{race.name}: {SIDES[first]} takes {number(draw.joules, 3)} J per step"
-    text += f" {at_cap_words(draw)}."
-    values: dict[str, Value] = {"race": race.name}
-    for side, (drawn, lasts_ms) in capped.items():
-        values |= {f"{side}_joules": drawn.joules, f"{side}_lasts_ms": lasts_ms}
-    for side, (drawn, lasts_ms) in others:
-        text += (
-            f" {SIDES[side]} takes {number(drawn.joules, 3)} J: {duration(lasts_ms)} at the limit,"
-            f" {duration(drawn.step_ms)} measured."
-        )
-    yield finding("step.power-capped", text, race, values)
-
-
-def _no_energy(raced: Sequence[StepRace]) -> Iterator[Finding]:
-    for reason, races in grouped(raced, lambda race: race.record.notes.get("no_energy")).items():
-        if reason:
-            names = ", ".join(race.name for race in races)
-            yield finding(
-                "step.no-energy",
-                f"The energy per step of {names} was not measured: {reason}.",
-                races,
-                {"races": names, "reason": reason},
-            )

@@ -39,10 +39,8 @@ def trace_findings(
         *_idle(summary, step_ms),
         *_gaps(summary),
         *_data(summary, step_ms, loading_ms),
-        *_matmul(summary),
         *_top_kernel(summary),
         *_units(summary),
-        _attribution(summary),
         *_uneven(summary),
     )
     return tuple(msgspec.structs.replace(one, records=records) for one in findings)
@@ -238,25 +236,6 @@ def _data(summary: Summary, step_ms: float | None, loading_ms: float | None) -> 
         )
 
 
-def _matmul(summary: Summary) -> Iterator[Finding]:
-    """Classes by time, including kernels whose phase is unknown."""
-    by_class: dict[str, float] = {}
-    for row in summary.kernels:
-        by_class[row.kind] = by_class.get(row.kind, 0.0) + row.ms
-    total = sum(by_class.values())
-    if total <= 0:
-        return
-    ranked = sorted(by_class.items(), key=lambda item: -item[1])
-    shares = {kind: ms / total for kind, ms in ranked[:4] if ms > 0}
-    largest = ", ".join(f"{kind} {percent(share)}" for kind, share in shares.items())
-    things = "kernels" if summary.on_device else "operators"
-    yield Finding(
-        code="trace.classes",
-        values={**shares},
-        text=f"Share of the time of all {things}: {largest}.",
-    )
-
-
 def top_kernels(summary: Summary, phase: str | None = None) -> list[tuple[str, float, float]]:
     """Name, milliseconds and count per step, of all phases together or of one; longest first."""
     by_name: dict[str, tuple[float, float]] = {}
@@ -328,28 +307,6 @@ def _dtype_remedy(dtypes: tuple[str, ...] | None, cores: str) -> str:
     *others, last = dtypes
     either = f"{', '.join(others)} or {last}" if others else last
     return f": {either} would use them"
-
-
-def _attribution(summary: Summary) -> Finding:
-    shares = summary.shares
-    text = (
-        f"Attribution of the time of all {'kernels' if summary.on_device else 'operators'}: the"
-        f" class is known for {percent(shares.kind)}, the phase for {percent(shares.phase)}"
-    )
-    if shares.module > 0:
-        text += f", the part of the model for {percent(shares.module)}"
-    if shares.backward_module > 0:
-        text += f" (of the backward {percent(shares.backward_module)})"
-    return Finding(
-        code="trace.attribution",
-        values={
-            "class": shares.kind,
-            "phase": shares.phase,
-            "part": shares.module,
-            "backward_part": shares.backward_module,
-        },
-        text=f"{text}.",
-    )
 
 
 def _uneven(summary: Summary) -> Iterator[Finding]:

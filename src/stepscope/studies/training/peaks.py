@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from stepscope.records.memory import INPUTS, STEP_END, Standing
@@ -66,34 +65,6 @@ def plain_steps(
         took.append(spent)
         bench.progress(index + 1, steps, "steps")
     return PlainSteps(took, phases, peaks, ends)
-
-
-def one_step(step: TrainingStep, device: Device) -> float:
-    """Milliseconds of a step as a caller sees it, from idle device to idle device."""
-    step.reset()
-    device.synchronize()
-    start = time.perf_counter()
-    step.run_phases()
-    device.synchronize()
-    return (time.perf_counter() - start) * 1e3
-
-
-def interleaved_steps(
-    step: TrainingStep,
-    device: Device,
-    contexts: Mapping[str, Callable[[], AbstractContextManager[object]]],
-    rounds: int,
-) -> dict[str, list[float]]:
-    """Time the step inside each context, interleaved: every round has one sample of each, in an
-    order that changes. Entering and leaving a context is not timed."""
-    took: dict[str, list[float]] = {name: [] for name in contexts}
-    order = list(contexts)
-    for _ in range(rounds):
-        for name in order:
-            with contexts[name]():
-                took[name].append(one_step(step, device))
-        order = [*order[1:], order[0]]
-    return took
 
 
 def account(ledger: StorageLedger, step: TrainingStep) -> None:

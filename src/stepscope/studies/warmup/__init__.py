@@ -9,10 +9,8 @@ separately, as in a benchmark with that many warm-up steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepscope.records.schema import Environment
 from stepscope.studies.base import Bench, Study
 from stepscope.studies.training.post_mortem import step_post_mortem
 from stepscope.studies.training.workload import case_of, workloads
@@ -40,22 +38,6 @@ class Warmup(Study[WarmupFlags, WarmupCase]):
 
     def post_mortem(self, case: WarmupCase, bench: Bench, message: str) -> dict[str, Any]:
         return step_post_mortem(case.config, bench, message)
-
-    def presets(self, environment: Environment) -> Mapping[str, Sequence[WarmupFlags]]:
-        course = ("small", "medium", "large", "xl")
-        on_cpu = environment.device_kind == "cpu"
-        quick = WarmupFlags(
-            size=("tiny",) if on_cpu else ("small",), context=(32,) if on_cpu else (256,), steps=8
-        )
-        seeds = WarmupFlags(size=(*course, "2.7b"), context=(256,))
-        course_2026 = WarmupFlags(size=(*course, "10b"), table="2026", context=(256,))
-        return {
-            "quick": (quick,),
-            "seeds": (seeds,),
-            "cs336-2026": (course_2026,),
-            "h200": (WarmupFlags(size=("small", "large", "2.7b"), context=(256,)),),
-            "full": (seeds, course_2026),
-        }
 
 
 STUDY = Warmup()
