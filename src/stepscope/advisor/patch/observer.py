@@ -26,7 +26,7 @@ from stepscope.advisor.patch.sites import SITES, Place, Site, Sites
 from stepscope.advisor.scope.steps import BackwardCalls, StepFinder
 from stepscope.advisor.scope.torch_import import when_imported
 from stepscope.advisor.trial.calls import Calls
-from stepscope.advisor.trial.loop import goes_to_gpu
+from stepscope.analysis.advice.rules.pinned import goes_to_gpu
 from stepscope.measure.modules import is_compiled, trained_models
 
 _STEPS = 5
