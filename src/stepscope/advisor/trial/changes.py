@@ -23,6 +23,7 @@ from stepscope.acceleration.changes import checkpoint_blocks, compile_own, one_k
 from stepscope.advisor.trial.accelerated import Acceleration
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.calls import Calls
+from stepscope.advisor.trial.following import NO_BACKWARD
 from stepscope.advisor.trial.loop_step import LoopStep
 from stepscope.advisor.trial.optimizers import Optimizers
 from stepscope.analysis.advice.changes import setting_of
@@ -32,8 +33,6 @@ from stepscope.analysis.advice.rules.train_step import STEP
 
 COMPILED_AFTER = 2
 """Steps before compilation; one more if the program calls submodules instead of its model."""
-
-_NO_BACKWARD = -1
 
 
 class Changes:
@@ -185,7 +184,7 @@ class Changes:
         """Run a call of a model with the changes that apply to it."""
         if not torch.is_grad_enabled():
             return call(*arguments, **keywords)
-        recomputes = torch._C._current_graph_task_id() != _NO_BACKWARD
+        recomputes = torch._C._current_graph_task_id() != NO_BACKWARD
         if self._loop is not None and self._loop.active and not recomputes:
 
             def attending(*arguments: Any, **keywords: Any) -> Any:
