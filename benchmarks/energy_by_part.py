@@ -26,9 +26,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from step_parts import NARROW, Call, Setting, attention, gemms, passes, peers_gemms, updates
-
-from stepscope.analysis.energy_parts import (
+from energy_parts import (
     ATTENTION,
     BASELINE_MATMULS,
     FULL_STEP,
@@ -40,7 +38,9 @@ from stepscope.analysis.energy_parts import (
     accounts,
     to_whole,
 )
-from stepscope.analysis.matmuls import step_matmuls
+from matmuls import step_matmuls
+from step_parts import NARROW, Call, Setting, attention, gemms, passes, peers_gemms, updates
+
 from stepscope.errors import UsageError, first_cause
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.energy import measure_energy

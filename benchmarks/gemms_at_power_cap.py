@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import torch
 from energy_by_part import Call, repeated
+from matmuls import block_groups
 from torch import Tensor
 
-from stepscope.analysis.matmuls import block_groups
 from stepscope.kernels.autotune import autotuned_matmuls
 from stepscope.kernels.matmul import matmul_to_dtype
 from stepscope.measure.device import Device, pick_device

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from paired_ratio import STUDY as AGAINST_TORCH
+from paired_ratio import paired
 
-from stepscope.analysis.paired_ratio import STUDY as AGAINST_TORCH
-from stepscope.analysis.paired_ratio import paired
 from stepscope.errors import StepscopeError, UsageError, no_such_file
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paired_ratio import BASELINE, STEPSCOPE, STUDY, Paired, paired
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from stepscope.analysis.paired_ratio import BASELINE, STEPSCOPE, STUDY, Paired, paired
 from stepscope.measure.device import pick_device
 from stepscope.measure.environment import describe
 from stepscope.model import TransformerLM, find_size, with_overrides

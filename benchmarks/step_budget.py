@@ -14,8 +14,9 @@ import math
 import sys
 from typing import NamedTuple
 
+from matmuls import HEAD, step_matmuls
+
 from stepscope.analysis.ideal import operations
-from stepscope.analysis.matmuls import HEAD, step_matmuls
 from stepscope.errors import UsageError
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import flops, parameters

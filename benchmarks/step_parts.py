@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from matmuls import Group, block_groups, head_chunks
 from torch import Tensor
 
-from stepscope.analysis.matmuls import Group, block_groups, head_chunks
 from stepscope.attention.api import attention_with
 from stepscope.kernels.activation import SILU, activated, write_gradients
 from stepscope.kernels.activation_policy import ALL, NORMS

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from page_parts import commits_of
 
-from stepscope.analysis.energy_parts import (
+from stepscope.report.blocks import Cell, Column, Spread, Table
+from stepscope.report.format import duration, number, percent
+from stepscope.report.text import markdown
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from energy_parts import (
     BASELINE_MATMULS,
     FULL_STEP,
     GEMMS,
@@ -18,9 +25,6 @@ from stepscope.analysis.energy_parts import (
     PartEnergy,
     accounts,
 )
-from stepscope.report.blocks import Cell, Column, Spread, Table
-from stepscope.report.format import duration, number, percent
-from stepscope.report.text import markdown
 
 RECORDS = "energy-by-part_h200.jsonl"
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepscope.analysis.paired_ratio import paired
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
@@ -15,6 +15,10 @@ from stepscope.report.blocks import Block, Finding, Table
 from stepscope.report.tables import Declared, col, interval, table
 from stepscope.report.text import markdown
 from stepscope.studies.registry import viewables
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from paired_ratio import paired
 
 RECORDS = {
     "On CPUs, over gloo": "results/parallel_cpu.jsonl",

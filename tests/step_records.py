@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-
-from sample_records import planted, times
-from stepscope.analysis.energy_parts import (
+from energy_parts import (
     ATTENTION,
     BASELINE_MATMULS,
     FULL_STEP,
@@ -16,6 +14,8 @@ from stepscope.analysis.energy_parts import (
     PASSES,
     UPDATES,
 )
+
+from sample_records import planted, times
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.measure.energy import Energy, energy_quantities
 from stepscope.records.schema import Ceiling, Quantity, Record, Series

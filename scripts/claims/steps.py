@@ -8,13 +8,13 @@ from pathlib import Path
 
 from acceleration_page import SPEEDS
 from energy_page import RECORDS as ENERGY
+from energy_parts import FULL_STEP, GEMMS, accounts
 from fp8_page import FILE as LEARNING
 from fp8_page import Learned, learned
 from memory_page import RECORDING
 from pieces_page import over_stepscope, races_of
 
 from claims.records import Claim, lines_of, percents, records_of, spread
-from stepscope.analysis.energy_parts import FULL_STEP, GEMMS, accounts
 from stepscope.records.stats import Summary, summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import number, percent

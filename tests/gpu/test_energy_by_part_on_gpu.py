@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from energy_parts import accounts
 
-from stepscope.analysis.energy_parts import accounts
 from stepscope.measure.device import CudaDevice
 from stepscope.model.config import ModelConfig
 

@@ -10,15 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matmuls as listing
 import msgspec
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from command_line import python
-from step_records import energy_lines
-from stepscope.analysis import matmuls as listing
-from stepscope.analysis.energy_parts import (
+from energy_parts import (
     ATTENTION,
     BASELINE_MATMULS,
     FULL_STEP,
@@ -28,7 +24,11 @@ from stepscope.analysis.energy_parts import (
     accounts,
     to_whole,
 )
-from stepscope.analysis.matmuls import Matmul, head_chunks, step_matmuls
+from matmuls import Matmul, head_chunks, step_matmuls
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from command_line import python
+from step_records import energy_lines
 from stepscope.errors import UsageError
 from stepscope.kernels.activation_policy import GATES
 from stepscope.kernels.loss_chunks import rows_per_chunk

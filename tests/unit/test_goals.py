@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from paired_ratio import STUDY as AGAINST_TORCH
 
 from command_line import python
 from parallel_records import ddp_record
 from rehearsal_records import check_record
 from sample_records import record as sample_record
 from step_records import step_race_record
-from stepscope.analysis.paired_ratio import STUDY as AGAINST_TORCH
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Record, Series

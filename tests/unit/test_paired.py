@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from paired_ratio import STUDY, paired
 
 from sample_records import record
-from stepscope.analysis.paired_ratio import STUDY, paired
 from stepscope.records.jsonl import read_records, write_records
 from stepscope.records.schema import Record, Series
 
