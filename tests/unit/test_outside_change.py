@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from command_line import CommandLine, python
+from stepscope.advisor.trial.backwards import Backwards
+from stepscope.advisor.trial.changes import Changes
 from stepscope.analysis.advice.changes import setting_of
 from stepscope.analysis.advice.rule import REGISTRY, Stage
 from stepscope.records.schema import Ceiling
@@ -64,3 +66,13 @@ def test_a_module_of_changes_that_cannot_be_imported_is_reported(
     done = python("-m", "stepscope", "advise", "--help")
     assert done.returncode == 2
     assert "STEPSCOPE_CHANGES names nowhere.at_all" in done.stderr
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_a_change_without_effect_ends_with_the_reason_of_its_file() -> None:
+    changes = Changes({"gradients": "none", "optimizer": "foreach"}, Backwards())
+    changes.on_torch_imported()
+    assert changes.without_effect() == {
+        "gradients": "zero_grad() does not fill gradients with zeros",
+        "optimizer": "no optimizer with another implementation is created",
+    }

@@ -169,11 +169,11 @@ class Changes:
             self._compiled_calls |= {part: part._compiled_call_impl for part in parts}
 
     def without_effect(self) -> dict[str, str]:
-        """Settings that had no effect in the steps so far, with the reason if it is known here."""
+        """Settings that had no effect in the steps so far, with the reason."""
         counted = sorted(name for name, one in self._made.items() if one.counted)
-        missing = {name: "" for name in counted if not self.applied[name]}
+        missing = {name: self._made[name].without for name in counted if not self.applied[name]}
         if self._attention is not None and not self._attention.substituted:
-            missing["attention"] = ""
+            missing["attention"] = self._made["attention"].without
         if self._acceleration and (reason := self._acceleration.without_effect()) is not None:
             missing[ACCELERATE] = reason
         if self._loop is not None and (reason := self._loop.without_effect()) is not None:

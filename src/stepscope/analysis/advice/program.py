@@ -69,18 +69,24 @@ class Setting(NamedTuple):
     `Program.is_on` allows."""
     counted: bool = True
     """Had no effect if `Program.applied` has not counted it."""
+    without: str = "nothing in the script could be changed"
+    """Reason why it had no effect."""
 
 
 SETTINGS: dict[str, list[Setting]] = {}
 
 
 def setting(
-    name: str, *values: str, switchable: bool = False, counted: bool = True
+    name: str,
+    *values: str,
+    switchable: bool = False,
+    counted: bool = True,
+    without: str = Setting._field_defaults["without"],
 ) -> Callable[[Make], Make]:
     """Register how a setting is made; see `Setting`."""
 
     def register(make: Make) -> Make:
-        SETTINGS.setdefault(name, []).append(Setting(make, values, switchable, counted))
+        SETTINGS.setdefault(name, []).append(Setting(make, values, switchable, counted, without))
         return make
 
     return register

@@ -105,6 +105,13 @@ def _fused_over_naive(facts: Facts) -> float:
     return FUSED_OVER_NAIVE_MATMULS.get(facts.dtype, _FUSED_OVER_NAIVE_ON_CPU)
 
 
-@setting("attention", "fused", switchable=True, counted=False)
+@setting(
+    "attention",
+    "fused",
+    switchable=True,
+    counted=False,
+    without="the script has no attention that could be replaced: no softmax between two matmuls of"
+    " a form that a fused kernel computes",
+)
 def _fuse(program: Program, value: str) -> None:  # noqa: ARG001
     program.fuse_attention()

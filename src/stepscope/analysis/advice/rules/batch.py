@@ -56,7 +56,7 @@ def _larger_batch(facts: Facts) -> Change | Left | None:
     )
 
 
-@setting("batch")
+@setting("batch", without="no DataLoader has the batch size that was recorded")
 def _enlarge(program: Program, value: str) -> None:
     """Double the batch size of DataLoaders whose batch size is half of `value`."""
     from torch.utils.data import DataLoader

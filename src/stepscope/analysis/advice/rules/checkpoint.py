@@ -65,12 +65,12 @@ def _no_checkpoint(facts: Facts) -> Change | Left | None:
     )
 
 
-@setting("checkpoint", "blocks")
+@setting("checkpoint", "blocks", without="the model has no nn.ModuleList of repeated blocks")
 def _checkpoint_blocks(program: Program, value: str) -> None:  # noqa: ARG001
     program.checkpoint_blocks()
 
 
-@setting("checkpoint", "no")
+@setting("checkpoint", "no", without="the model has no checkpointed blocks")
 def _disable_checkpointing(program: Program, value: str) -> None:  # noqa: ARG001
     """Let checkpointed segments save their activations."""
     import torch.utils.checkpoint

@@ -133,6 +133,6 @@ def _graph(facts: Facts) -> Change | Left | None:
     )
 
 
-@setting("compile", switchable=True)
+@setting("compile", switchable=True, without="no model is called in a step")
 def _compile_it(program: Program, mode: str) -> None:
     program.compile(mode)

@@ -107,7 +107,7 @@ def default_workers() -> int:
     return max(1, min(_MAX_WORKERS, (os.cpu_count() or 2) - 1))
 
 
-@setting("data", "workers")
+@setting("data", "workers", without="no DataLoader without workers is created")
 def _use_workers(program: Program, value: str) -> None:  # noqa: ARG001
     """Give worker processes to DataLoaders that have none."""
     from torch.utils.data import DataLoader

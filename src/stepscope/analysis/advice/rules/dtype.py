@@ -147,12 +147,12 @@ def _allow_tf32(program: Program, dtype: str) -> None:  # noqa: ARG001
     torch.set_float32_matmul_precision("high")
 
 
-@setting("dtype", "bfloat16", "float16")
+@setting("dtype", "bfloat16", "float16", without="no model is called in a step")
 def _autocast(program: Program, dtype: str) -> None:
     program.autocast(dtype)
 
 
-@setting("dtype", "float32")
+@setting("dtype", "float32", without="autocast is not used")
 def _disable_autocast(program: Program, dtype: str) -> None:  # noqa: ARG001
     import torch
 

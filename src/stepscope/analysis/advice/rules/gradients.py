@@ -25,7 +25,7 @@ def _set_to_none(facts: Facts) -> Change | Left | None:
     )
 
 
-@setting("gradients", switchable=True)
+@setting("gradients", switchable=True, without="zero_grad() does not fill gradients with zeros")
 def _set_to_none_in(program: Program, value: str) -> None:  # noqa: ARG001
     import torch
 

@@ -86,11 +86,16 @@ def _foreach(facts: Facts) -> Change | Left | None:
     )
 
 
-@setting("optimizer", "adamw-fused", "sgd-fused")
+@setting(
+    "optimizer",
+    "adamw-fused",
+    "sgd-fused",
+    without="no optimizer with another implementation is created",
+)
 def _fuse(program: Program, value: str) -> None:  # noqa: ARG001
     program.fuse_optimizers()
 
 
-@setting("optimizer", "foreach")
+@setting("optimizer", "foreach", without="no optimizer with another implementation is created")
 def _update_at_once(program: Program, value: str) -> None:  # noqa: ARG001
     program.use_foreach()

@@ -42,7 +42,7 @@ def _pinned(facts: Facts) -> Change | Left | None:
     )
 
 
-@setting("copies", "pinned")
+@setting("copies", "pinned", without="no batch is copied to the device by .to() or .cuda()")
 def _copy_from_pinned_memory(program: Program, value: str) -> None:  # noqa: ARG001
     """Copy to the GPU from pinned memory. DataLoaders pin their batches, in a separate thread if
     they have workers."""

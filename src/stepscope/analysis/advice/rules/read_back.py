@@ -69,7 +69,12 @@ class _DelayedValue:
         return self._last
 
 
-@setting("read_back", "late", switchable=True)
+@setting(
+    "read_back",
+    "late",
+    switchable=True,
+    without="no value is read from the device by .item() or .cpu()",
+)
 def _read_late(program: Program, value: str) -> None:  # noqa: ARG001
     """Make `.item()` and `float()` of a GPU scalar return the value of an earlier step without
     waiting."""
