@@ -24,8 +24,8 @@ from msgspec.structs import replace
 from stepscope.advisor.advise.facts import account_facts, facts_of
 from stepscope.analysis.advice.changes import afterwards, predictions
 from stepscope.analysis.advice.facts import Facts, PhaseWork
-from stepscope.analysis.advice.loop import with_batch_times
 from stepscope.analysis.advice.rule import WORTH
+from stepscope.analysis.advice.rules.batch import with_batch_times
 from stepscope.analysis.advice.timeline import gain_ms, wall_ms
 from stepscope.analysis.limits import median_ms
 from stepscope.errors import StepscopeError

@@ -9,7 +9,7 @@ import pytest
 
 from own_records import attached, inspected_record
 from stepscope.advisor.advise.facts import facts_of
-from stepscope.analysis.advice.dtypes import with_faster_matmuls
+from stepscope.analysis.advice.rules.dtype import with_faster_matmuls
 from stepscope.analysis.advice.timeline import wall_ms
 from stepscope.analysis.kernels.names import describe
 from stepscope.analysis.trace.summary import LedgerLine, Summary

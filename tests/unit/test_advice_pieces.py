@@ -26,7 +26,8 @@ from stepscope.analysis.advice.changes import (
     predictions,
 )
 from stepscope.analysis.advice.facts import Facts, PhaseWork, PieceShare, PieceWork
-from stepscope.analysis.advice.pieces import _without_casts, excluded_pieces, group_of
+from stepscope.analysis.advice.pieces import excluded_pieces, group_of
+from stepscope.analysis.advice.rules.accelerate import _without_casts
 from stepscope.analysis.advice.timeline import wall_ms
 from stepscope.analysis.trace.summary import Use
 from stepscope.records.jsonl import read_records

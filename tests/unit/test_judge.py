@@ -13,6 +13,7 @@ import torch
 
 from judged_script import FALSE, SCRIPT, TRUE, changed
 from stepscope.advisor.advise.cases import Script
+from stepscope.advisor.advise.script_trial import order_of
 from stepscope.advisor.judge.criteria import (
     Criterion,
     Verdict,
@@ -23,7 +24,7 @@ from stepscope.advisor.judge.criteria import (
 from stepscope.advisor.judge.evidence import Evidence
 from stepscope.advisor.judge.observer import samples_of
 from stepscope.advisor.judge.referee import observe
-from stepscope.advisor.patch.apply import Gain, order_of
+from stepscope.advisor.patch.apply import Gain
 from stepscope.advisor.patch.losses import Losses
 from stepscope.cli import main
 from stepscope.cli.commands import judge as command

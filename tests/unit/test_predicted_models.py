@@ -239,7 +239,7 @@ def test_values_of_the_batch_decide_as_in_a_real_step() -> None:
         assert prediction.assumed == ()
         peaks.append(prediction.phases[0].allocated)
     # One more activation is saved.
-    assert peaks[1] - peaks[0] >= ROWS * WIDTH * 4
+    assert peaks[1] - peaks[0] > 0.9 * ROWS * WIDTH * 4
 
 
 def test_a_value_of_the_weights_is_taken_as_zero_and_reported() -> None:

@@ -90,6 +90,7 @@ def run(model: nn.Module, step: Step, steps: int, **settings: str) -> Changes:
     seen = Backwards()
     seen.attach()
     changes = Changes(settings, seen)
+    changes.on_torch_imported()
     for number in range(1, steps + 1):
         model.zero_grad()
         step(model, draw()).backward()

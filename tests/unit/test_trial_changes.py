@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from stepscope.advisor.trial import loop
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.changes import COMPILED_AFTER, Changes
 from stepscope.advisor.trial.optimizers import Optimizers
+from stepscope.analysis.advice.rules.pinned import goes_to_gpu, with_non_blocking
 from watched_models import Network, batch
 
 
@@ -65,36 +65,33 @@ def test_optimizers_are_fused_and_custom_adam_is_treated_as_adam() -> None:
 
 @pytest.mark.usefixtures("torch_as_it_was")
 def test_training_loop_is_changed() -> None:
-    applied: Counter[str] = Counter()
+    made = {"gradients": "none", "data": "workers", "checkpoint": "no", "batch": "8"}
+    changes = Changes(made | {"dtype": "float32"}, Backwards())
+    changes.on_torch_imported()
     model = Network()
     x, y = batch()
     torch.nn.functional.cross_entropy(model(x), y).backward()
-    loop.set_gradients_to_none(applied, lambda: True)
     torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
     assert next(model.parameters()).grad is None
-    loop.use_loader_workers(applied, lambda: True)
     assert DataLoader([1, 2]).num_workers > 0  # type: ignore[arg-type]
     assert DataLoader([1, 2], num_workers=1).prefetch_factor == 2  # type: ignore[arg-type]
-    loop.disable_checkpointing(applied)
     assert torch.utils.checkpoint.checkpoint(lambda a: a + 1, 1, use_reentrant=False) == 2
-    loop.larger_batches(8, applied)
     sizes = [
         DataLoader([1] * 9, 4).batch_size,  # type: ignore[arg-type]
         DataLoader([1] * 9, batch_size=4).batch_size,  # type: ignore[arg-type]
         DataLoader([1] * 9, 3).batch_size,  # type: ignore[arg-type]
     ]
     assert sizes == [8, 8, 3]
-    loop.disable_autocast(applied)
     with torch.autocast("cpu", torch.bfloat16), torch.amp.autocast("cpu", enabled=False):
         assert model(x).dtype == torch.float32
     with torch.autocast(device_type="cpu", dtype=torch.bfloat16, enabled=True):
         assert not torch.is_autocast_enabled("cpu")
-    assert applied == {"gradients": 1, "data": 4, "checkpoint": 1, "batch": 2, "dtype": 2}
+    assert changes.applied == {"gradients": 1, "data": 4, "checkpoint": 1, "batch": 2, "dtype": 2}
 
 
 @pytest.mark.usefixtures("torch_as_it_was")
 def test_integer_read_back_with_float_is_a_float() -> None:
-    loop.read_back_delayed(Counter(), lambda: True)
+    Changes({"read_back": "late"}, Backwards()).on_torch_imported()
     right = (torch.arange(4) > 1).sum()
     assert (float(right), type(float(right)), right.item()) == (2.0, float, 2)
 
@@ -130,7 +127,7 @@ def test_every_signature_of_to_can_be_made_non_blocking(
     x = torch.ones(3)
     before = (arguments, dict(keywords))
     expected = x.to(*arguments, **keywords)
-    given, named = loop.with_non_blocking(arguments, keywords)
+    given, named = with_non_blocking(arguments, keywords)
     result = x.to(*given, **named)
     assert (result.dtype, result.device) == (expected.dtype, expected.device)
     assert named.get("non_blocking") is True or any(word is True for word in given[1:3])
@@ -147,7 +144,7 @@ def test_copy_to_a_gpu_is_recognised_by_its_arguments() -> None:
         ((), {"device": gpu}),
         ((), {"dtype": HALF, "device": "cuda"}),
     ):
-        assert loop.goes_to_gpu(arguments, keywords), (arguments, keywords)
+        assert goes_to_gpu(arguments, keywords), (arguments, keywords)
     for arguments, keywords in (
         (("cpu", HALF, True), {}),
         ((HALF, True), {}),
@@ -157,7 +154,7 @@ def test_copy_to_a_gpu_is_recognised_by_its_arguments() -> None:
         ((), {"dtype": HALF}),
         ((), {}),
     ):
-        assert not loop.goes_to_gpu(arguments, keywords), (arguments, keywords)
+        assert not goes_to_gpu(arguments, keywords), (arguments, keywords)
 
 
 @pytest.mark.usefixtures("torch_as_it_was")
@@ -179,9 +176,15 @@ def test_model_is_changed_once_it_is_known() -> None:
     seen = Backwards()
     seen.attach()
     changes = Changes(
-        {"dtype": "bfloat16", "attention": "fused", "checkpoint": "blocks", "optimizer": "fused"},
+        {
+            "dtype": "bfloat16",
+            "attention": "fused",
+            "checkpoint": "blocks",
+            "optimizer": "adamw-fused",
+        },
         seen,
     )
+    changes.on_torch_imported()
     model = Network()
     changes.on_models_known([model])
     formats = []
@@ -205,12 +208,13 @@ def test_model_is_changed_once_it_is_known() -> None:
 @pytest.mark.parametrize("also", [{}, {"dtype": "bfloat16"}], ids=str)
 def test_models_found_later_are_changed_and_each_model_only_once(also: dict[str, str]) -> None:
     changes = Changes({"checkpoint": "blocks"} | also, Backwards())
+    changes.on_torch_imported()
     first, second = Network(), Network()
     changes.on_models_known([first])
-    once = changes._applied["checkpoint"]
+    once = changes.applied["checkpoint"]
     assert once
     changes.on_models_known([first, second])
-    assert changes._applied["checkpoint"] == 2 * once
+    assert changes.applied["checkpoint"] == 2 * once
 
 
 @pytest.mark.usefixtures("torch_as_it_was")
@@ -258,4 +262,5 @@ def test_a_compiled_model_runs_uncompiled_while_that_is_taken_back() -> None:
     changes.switch({"compile": "model"})
     assert model._compiled_call_impl is len
     graphs = Changes({"compile": "graphs", "gradients": "none"}, Backwards())
+    graphs.on_torch_imported()
     assert graphs.switchable() == [], "the graph has all changes in it"

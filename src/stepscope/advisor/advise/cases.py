@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope.analysis.advice.changes import Advice
-from stepscope.analysis.advice.pieces import GROUPS, STEP
+from stepscope.analysis.advice.changes import SETTINGS, Advice
 from stepscope.records.stats import Ratio
 from stepscope.studies.base import Case
 from stepscope.studies.own.cases import OwnStep, step_needs
@@ -15,22 +14,7 @@ from stepscope.studies.program.cases import file_safe
 
 STUDY_NAME = "advise"
 OF_MODELS = frozenset(OwnStep.__struct_fields__) - {"model"}
-OF_SCRIPTS = frozenset(
-    (
-        "dtype",
-        "attention",
-        "optimizer",
-        "compile",
-        "checkpoint",
-        "gradients",
-        "data",
-        "copies",
-        "read_back",
-        "batch",
-        *GROUPS,
-        STEP,
-    )
-)
+OF_SCRIPTS = frozenset(SETTINGS)
 """Settings that can be changed without editing the model or the script."""
 
 BASE, CHANGED = "base", "changed"

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from stepscope.advisor.advise.cases import (
     APART,
     BASE,
@@ -47,20 +49,6 @@ _LEAST_ROUNDS = 5
 """Fewest rounds of a trial of a script that ends."""
 _MOST_STARTS = 4
 """Most starts of a script that ends before its trial."""
-_NO_TARGET = {
-    "attention": "the script has no attention that could be replaced: no softmax between two"
-    " matmuls of a form that a fused kernel computes",
-    "batch": "no DataLoader has the batch size that was recorded",
-    "checkpoint": "the model has no nn.ModuleList of repeated blocks, or no checkpointed ones",
-    "compile": "no model is called in a step",
-    "copies": "no batch is copied to the device by .to() or .cuda()",
-    "data": "no DataLoader without workers is created",
-    "dtype": "no model is called in a step, or autocast is not used",
-    "gradients": "zero_grad() does not fill gradients with zeros",
-    "optimizer": "no optimizer with another implementation is created",
-    "read_back": "no value is read from the device by .item() or .cpu()",
-}
-"""Reason why a setting had no effect on a script."""
 
 
 class Times:
@@ -99,8 +87,7 @@ class Times:
     def has_no_effect(self, ready: Ready) -> bool:
         """Return True if a change found nothing in the script that it could change; note why."""
         if ready.missing:
-            reasons = (reason or _NO_TARGET[name] for name, reason in ready.missing.items())
-            self.notes["without_effect"] = "; ".join(reasons)
+            self.notes["without_effect"] = "; ".join(ready.missing.values())
             self.notes["missing"] = ",".join(ready.missing)
         return bool(ready.missing)
 
@@ -136,10 +123,8 @@ Start = Callable[[Script, str, dict[str, str], Callable[[], None]], TrialProcess
 """Starts the process of a variant with settings; the function shows that it still warms up."""
 
 
-def _start(
-    script: Script, name: str, settings: dict[str, str], waiting: Callable[[], None]
-) -> TrialProcess:
-    del name
+def order_of(script: Script, **more: object) -> Order:
+    """Return the order that runs a script, with nothing recorded."""
     order = Order(
         target=script.target,
         module=script.module,
@@ -149,7 +134,14 @@ def _start(
         traced=1,
         memory=False,
     )
-    return TrialProcess(order, settings, waiting)
+    return replace(order, **more)
+
+
+def _start(
+    script: Script, name: str, settings: dict[str, str], waiting: Callable[[], None]
+) -> TrialProcess:
+    del name
+    return TrialProcess(order_of(script), settings, waiting)
 
 
 class Runs:

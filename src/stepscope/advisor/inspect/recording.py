@@ -14,6 +14,7 @@ from stepscope.advisor.inspect.child import describe_end
 from stepscope.advisor.inspect.gather import gather, parts
 from stepscope.advisor.inspect.order import Order
 from stepscope.advisor.inspect.progress import CHILD_STEPPED, read_progress, why_nothing
+from stepscope.advisor.scope.once_imported import FAILED
 from stepscope.errors import StepscopeError
 from stepscope.processes import script_command
 from stepscope.records.schema import Record
@@ -42,6 +43,22 @@ def run_observed(order: Order, folder: Path, log: IO[bytes]) -> int:
     return status
 
 
+def run_observer(order: Order, folder: Path) -> tuple[int, str]:
+    """Run the script under an observer that writes to the folder; return its wait status and how it
+    ended: the reason why the observer failed, or the last lines of the output."""
+    with tempfile.TemporaryFile() as output:
+        status = run_observed(order, folder, output)
+        lines = _last_lines(output)
+    failed = folder / FAILED
+    why = [failed.read_text()] if failed.exists() else lines
+    return status, " | ".join((f"{order.target} {describe_end(status)}", *why))
+
+
+def _last_lines(output: IO[bytes]) -> list[str]:
+    output.seek(0)
+    return output.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
+
+
 def record_script(order: Order) -> Record:
     """Run the script and return the record of its timed and traced steps. If there is none, raise
     an error with the reason and, if the script failed, the last lines of its output."""
@@ -60,6 +77,4 @@ def record_script(order: Order) -> Record:
         else:
             stepped = (folder / CHILD_STEPPED).exists()
             why = why_nothing(read_progress(folder), order.name, status, stepped, _FIX)
-        log.seek(0)
-        output = log.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
-        raise StepscopeError(" | ".join((why, *(output if status else ()))))
+        raise StepscopeError(" | ".join((why, *(_last_lines(log) if status else ()))))

@@ -17,10 +17,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils._pytree import tree_leaves
 
 from stepscope.advisor.judge.evidence import (
@@ -37,12 +33,10 @@ from stepscope.advisor.judge.evidence import (
     Samples,
 )
 from stepscope.advisor.scope.loading import batches_taken
-from stepscope.advisor.scope.steps import BackwardCalls, StepFinder
 from stepscope.advisor.trial.backwards import Backwards
-from stepscope.advisor.trial.calls import Calls
+from stepscope.advisor.trial.following import NO_BACKWARD, StepFollower
 from stepscope.measure.dispatch import Observer
 from stepscope.measure.flops import FlopCount
-from stepscope.measure.modules import trained_models
 
 _SEED = 1000
 _MOST = 1 << 20
@@ -64,17 +58,13 @@ class CountingAll(Observer):  # type: ignore[no-untyped-call]
         self.counted.add(function, arguments, keywords, result)
 
 
-class EvidenceObserver:
+class EvidenceObserver(StepFollower):
     """Observes the steps of a script until there are enough of them."""
 
     def __init__(self, folder: Path, steps: int) -> None:
+        super().__init__()
         self._folder, self._most = folder, steps
-        self._pid = os.getpid()
-        self._finder = StepFinder()
         self._backwards = Backwards()
-        self._calls: list[Calls] = []
-        self._models: list[torch.nn.Module] = []
-        self._steps = self._optimizers = 0
         self._inputs: list[list[torch.Tensor]] = []
         self._samples: dict[int, Samples] = {}
         self._counting: CountingAll | None = None
@@ -94,9 +84,7 @@ class EvidenceObserver:
 
     def attach(self) -> None:
         self._backwards.attach()
-        BackwardCalls(self._backward_begins, self._backward_ended).attach()
-        register_optimizer_step_pre_hook(self._optimizer_begins)
-        register_optimizer_step_post_hook(self._optimizer_stepped)
+        self.follow()
         self._watched = batches_taken(self._while_loading)
         self._watched.__enter__()
         self._run_steps_eagerly()
@@ -122,28 +110,15 @@ class EvidenceObserver:
     # Events.
 
     @property
-    def _own(self) -> bool:
+    def _is_own(self) -> bool:
         """Whether an event is one of the program: not of a child, nor of a probe."""
-        return os.getpid() == self._pid and not self._inside
+        return super()._is_own and not self._inside
 
-    def _optimizer_begins(self, optimizer: Any, *_: Any) -> None:
-        if self._own:
-            self._finder.optimizer_begins(optimizer)
-            self._catch(optimizer)
+    def on_optimizer(self, optimizer: Any) -> None:
+        self._catch(optimizer)
 
-    def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
-        if self._own:
-            self._catch(optimizer)
-            if self._finder.optimizer_stepped(optimizer):
-                self._end_step()
-
-    def _backward_begins(self, roots: Any) -> None:
-        if self._own:
-            self._finder.backward_begins(roots)
-
-    def _backward_ended(self) -> None:
-        if self._own and self._finder.backward_ended():
-            self._end_step()
+    def on_optimizer_stepped(self, optimizer: Any) -> None:
+        self._catch(optimizer)
 
     def _catch(self, optimizer: Any) -> None:
         """Keep the gradients that an optimizer updates with, in a probe. Those of a closure are
@@ -158,8 +133,9 @@ class EvidenceObserver:
     def _is_probe(self) -> bool:
         return PROBED_AFTER <= self._steps < PROBED_AFTER + PROBES
 
-    def _called(self, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1 or self._inside:
+    def on_call(self, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        in_backward = torch._C._current_graph_task_id() != NO_BACKWARD
+        if not torch.is_grad_enabled() or in_backward or self._inside:
             return call(*arguments, **keywords)
         if self._steps < SAMPLED_UP_TO:
             leaves = tree_leaves((arguments, keywords))
@@ -172,8 +148,7 @@ class EvidenceObserver:
 
     # The end of a step.
 
-    def _end_step(self) -> None:
-        self._steps += 1
+    def end_step(self) -> None:
         self._backwards.end_step()
         self._inside = True
         try:
@@ -182,14 +157,15 @@ class EvidenceObserver:
             self._inside = False
         self._begin_clock()
         if self._steps >= self._most:
-            self.write()
-            sys.stdout.flush()
-            os._exit(0)
+            self._exit()
 
     def _handle_step(self) -> None:
         self._end_clock()
         losses = self._backwards.take()
-        self._find_models()
+        is_new = self._steps <= COUNTED_AFTER and self._find_models()
+        if not is_new and self._steps <= PROBED_AFTER:
+            for calls in self._calls:
+                calls.settle()
         if self._steps > 1 and self._inputs:
             self._samples[self._steps] = samples_of(self._inputs)
         self._inputs.clear()
@@ -204,16 +180,6 @@ class EvidenceObserver:
         if self._is_probe:
             self._set_weights()
             torch.manual_seed(_SEED + self._steps)
-
-    def _find_models(self) -> None:
-        if self._steps > COUNTED_AFTER or len(self._finder.optimizers) == self._optimizers > 0:
-            for calls in self._calls if self._steps <= PROBED_AFTER else ():
-                calls.settle()
-            return
-        self._optimizers = len(self._finder.optimizers)
-        new = [m for m in trained_models(self._finder.parameters) if m not in self._models]
-        self._models += new
-        self._calls += [Calls(model, self._called) for model in new]
 
     def _begin_counting(self) -> None:
         torch.compiler.set_stance("force_eager")

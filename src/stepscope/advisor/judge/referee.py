@@ -9,17 +9,15 @@ from pathlib import Path
 import msgspec
 
 from stepscope.advisor.advise.cases import BASE, CHANGED, Script
-from stepscope.advisor.advise.script_trial import Shows
+from stepscope.advisor.advise.script_trial import Shows, order_of
 from stepscope.advisor.inspect.child import describe_end
 from stepscope.advisor.inspect.order import Order
-from stepscope.advisor.inspect.recording import run_observed
+from stepscope.advisor.inspect.recording import run_observer
 from stepscope.advisor.judge.criteria import Verdict, conclude, same_training, with_times
 from stepscope.advisor.judge.evidence import EVIDENCE, FEWEST_STEPS, GIVEN, WEIGHTS, Evidence
-from stepscope.advisor.patch.apply import compare_orders, gain_of, order_of
+from stepscope.advisor.patch.apply import compare_orders, gain_of
 from stepscope.advisor.scope.once_imported import FAILED
 from stepscope.errors import StepscopeError
-
-_LAST_LINES = 3
 
 
 def observe(order: Order, folder: Path, steps: int, weights_of: Evidence | None) -> Evidence:
@@ -29,18 +27,15 @@ def observe(order: Order, folder: Path, steps: int, weights_of: Evidence | None)
     if weights_of is not None:
         shutil.copyfile(weights_of.file(WEIGHTS), folder / GIVEN)
     observing = msgspec.structs.replace(order, observe="evidence", timed=steps)
-    with tempfile.TemporaryFile() as output:
-        status = run_observed(observing, folder, output)
-        output.seek(0)
-        lines = output.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
+    status, why = run_observer(observing, folder)
     if (folder / EVIDENCE).exists() and not (status and weights_of is None):
         found = msgspec.json.decode((folder / EVIDENCE).read_bytes(), type=Evidence)
         if found.steps >= FEWEST_STEPS or weights_of is not None:
             return msgspec.structs.replace(found, folder=str(folder))
-        lines = [f"it has {found.steps} steps, and {FEWEST_STEPS} are needed"]
-    failed = folder / FAILED
-    why = [failed.read_text()] if failed.exists() else lines
-    raise StepscopeError(" | ".join((f"{order.target} {describe_end(status)}", *why)))
+        if not (folder / FAILED).exists():
+            needed = f"it has {found.steps} steps, and {FEWEST_STEPS} are needed"
+            why = f"{order.target} {describe_end(status)} | {needed}"
+    raise StepscopeError(why)
 
 
 def referee(

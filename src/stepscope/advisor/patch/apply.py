@@ -12,23 +12,19 @@ import msgspec
 
 from stepscope.advisor.advise.cases import BASE, CHANGED, Script, Trial
 from stepscope.advisor.advise.interleaved import TrialProcess
-from stepscope.advisor.advise.script_trial import Runs, Shows, Times, compared_times
-from stepscope.advisor.inspect.child import describe_end
+from stepscope.advisor.advise.script_trial import Runs, Shows, Times, compared_times, order_of
 from stepscope.advisor.inspect.order import Order
-from stepscope.advisor.inspect.recording import run_observed
+from stepscope.advisor.inspect.recording import run_observer
 from stepscope.advisor.patch.edits import Edits
 from stepscope.advisor.patch.losses import Losses, compare_losses
 from stepscope.advisor.patch.sites import SITES, ByHand, Sites
 from stepscope.advisor.patch.source import unified_diff
-from stepscope.advisor.scope.once_imported import FAILED
 from stepscope.advisor.scope.overlay import write_overlay
 from stepscope.errors import StepscopeError
 from stepscope.files import replace_file
 from stepscope.records.stats import Judgement, judge
 from stepscope.report.format import duration, percent
 from stepscope.version import __version__
-
-_LAST_LINES = 3
 
 
 class Gain(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,36 +121,16 @@ def by_hand_lines(by_hand: Sequence[ByHand]) -> list[str]:
     ]
 
 
-def order_of(script: Script, **more: object) -> Order:
-    order = Order(
-        target=script.target,
-        module=script.module,
-        words=script.words,
-        warmup=script.warmup,
-        timed=1,
-        traced=1,
-        memory=False,
-    )
-    return msgspec.structs.replace(order, **more)
-
-
 def observe_sites(script: Script) -> Sites:
     """Run a few steps of the script to see where its source makes what."""
-    with (
-        tempfile.TemporaryDirectory(prefix="stepscope-patch-") as name,
-        tempfile.TemporaryFile() as output,
-    ):
+    with tempfile.TemporaryDirectory(prefix="stepscope-patch-") as name:
         folder = Path(name)
-        status = run_observed(order_of(script, observe="sites"), folder, output)
+        _, why = run_observer(order_of(script, observe="sites"), folder)
         if (folder / SITES).exists():
             found = msgspec.json.decode((folder / SITES).read_bytes(), type=Sites)
             if found.steps:
                 return found
-        failed = folder / FAILED
-        output.seek(0)
-        lines = output.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
-        why = [failed.read_text()] if failed.exists() else lines
-        raise StepscopeError(" | ".join((f"{script.target} {describe_end(status)}", *why)))
+        raise StepscopeError(why)
 
 
 def make_patch(script: Script, settings: Mapping[str, str], title: str) -> Patch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,12 +18,12 @@ from stepscope.analysis.advice.pieces import (
     ATTENTION,
     GROUPS,
     OPTIMIZER,
-    STEP,
     excluded_pieces,
     group_of,
 )
+from stepscope.analysis.advice.rules.data import default_workers
+from stepscope.analysis.advice.rules.train_step import STEP
 
-_MAX_WORKERS = 8
 _WORKERS_POSITION, _PIN_POSITION = 5, 7
 """Positions of DataLoader's parameters."""
 _FP8 = "fp8"
@@ -66,7 +65,10 @@ class Edits:
 
     def make(self) -> Edits:
         """Make every edit that is safe; the others are listed in `by_hand`."""
-        wanted = [name for name in self._makers if name in self._wanted()]
+        settings = self._wanted()
+        wanted = [name for name in self._makers if name in settings]
+        for name in sorted(settings - self._makers.keys()):
+            self.by_hand.append(ByHand("", name, "no edit of the source is known for this change"))
         for name in wanted:
             what, maker, kind = self._makers[name]
             marks = {path: source.mark() for path, source in self.sources.items()}
@@ -125,7 +127,7 @@ class Edits:
                     continue
                 source, call = self.call(site)
                 for keyword, value in given.items():
-                    source.set_keyword(call, keyword, value.format(workers=_workers()))
+                    source.set_keyword(call, keyword, value.format(workers=default_workers()))
                 done = True
         return done
 
@@ -344,7 +346,7 @@ class Edits:
         without = [one for one in used if one.about["workers"] == "0" and one.direct]
         for site in _some(without, "no DataLoader without workers was made"):
             source, call = self.call(site)
-            source.set_keyword(call, "num_workers", str(_workers()), _WORKERS_POSITION)
+            source.set_keyword(call, "num_workers", str(default_workers()), _WORKERS_POSITION)
             source.set_keyword(call, "persistent_workers", "True")
             source.set_keyword(call, "prefetch_factor", "4")
 
@@ -387,10 +389,6 @@ def _some(sites: Sequence[Site], why: str) -> Sequence[Site]:
     if not sites:
         raise CannotEditError(why)
     return sites
-
-
-def _workers() -> int:
-    return max(1, min(_MAX_WORKERS, (os.cpu_count() or 2) - 1))
 
 
 def _names(site: Site, depth: int) -> tuple[str, ...]:

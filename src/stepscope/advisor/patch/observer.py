@@ -13,21 +13,16 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from stepscope.acceleration.accelerate import replaceable
 from stepscope.advisor.patch.libraries import OF_LIBRARIES
 from stepscope.advisor.patch.sites import SITES, Place, Site, Sites
-from stepscope.advisor.scope.steps import BackwardCalls, StepFinder
 from stepscope.advisor.scope.torch_import import when_imported
-from stepscope.advisor.trial.calls import Calls
-from stepscope.advisor.trial.loop import goes_to_gpu
-from stepscope.measure.modules import is_compiled, trained_models
+from stepscope.advisor.trial.following import NO_BACKWARD, StepFollower
+from stepscope.analysis.advice.rules.pinned import goes_to_gpu
+from stepscope.measure.modules import is_compiled
 
 _STEPS = 5
 """Steps that are observed: models are known after the first, and called submodules after the
@@ -47,20 +42,15 @@ _INITS = ("__init__", "__post_init__")
 _SCALARS = (bool, int, float, str, tuple, list, type(None))
 
 
-class SiteObserver:
+class SiteObserver(StepFollower):
     """Records the places of calls until the steps are over; then it ends the script."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._file = folder / SITES
-        self._pid = os.getpid()
         self._sites: dict[tuple[Any, ...], Site] = {}
         self._frames: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         """Values of the variables on the stack of a site in which models are looked for."""
-        self._finder = StepFinder()
-        self._calls: list[Calls] = []
-        self._models: list[torch.nn.Module] = []
-        self._steps = 0
-        self._optimizers = 0
         self._autocasts: list[Any] = []
         self._own: dict[int, tuple[Any, ...]] = {}
         """Sites at which objects were made, by the object's id."""
@@ -69,9 +59,7 @@ class SiteObserver:
         self._kept: list[Any] = []
 
     def attach(self) -> None:
-        BackwardCalls(self._backward_begins, self._backward_ended).attach()
-        register_optimizer_step_pre_hook(self._optimizer_begins)
-        register_optimizer_step_post_hook(self._optimizer_stepped)
+        self.follow()
         self._around_init(torch.optim.Optimizer, self._optimizer_made)
         self._around_init(DataLoader, self._loader_made)
         self._before(DataLoader, "__iter__", self._used.append)
@@ -146,8 +134,8 @@ class SiteObserver:
 
         return watch
 
-    def _called(self, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+    def on_call(self, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == NO_BACKWARD:
             module: Any = getattr(call, "args", (None,))[0]
             off = [self._own.get(id(one)) for one in self._autocasts if not one._enabled]
             site = self._sites[off[-1]] if off and off[-1] in self._sites else None
@@ -161,54 +149,30 @@ class SiteObserver:
             )
         return call(*arguments, **keywords)
 
-    def _optimizer_begins(self, optimizer: Any, *_: Any) -> None:
-        if os.getpid() == self._pid:
-            self._add("step")
-            self._finder.optimizer_begins(optimizer)
+    def on_optimizer(self, optimizer: Any) -> None:  # noqa: ARG002
+        self._add("step")
 
-    def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
-        if os.getpid() == self._pid and self._finder.optimizer_stepped(optimizer):
-            self._end_step()
-
-    def _backward_begins(self, roots: Any) -> None:
-        if os.getpid() == self._pid:
-            self._add("backward")
-            self._finder.backward_begins(roots)
-
-    def _backward_ended(self) -> None:
-        if os.getpid() == self._pid and self._finder.backward_ended():
-            self._end_step()
+    def on_backward(self, roots: Any) -> None:  # noqa: ARG002
+        self._add("backward")
 
     # The end of a step.
 
-    def _end_step(self) -> None:
-        self._steps += 1
-        if self._steps == 1:
+    def end_step(self) -> None:
+        if self._steps < _STEPS:
             self._find_models()
+        if self._steps == 1:
             # The places of a first step may be those of a set-up.
             for kind in ("backward", "step", "zero_grad", "clip", "item", "copy", "softmax"):
                 self._sites = {k: s for k, s in self._sites.items() if s.kind != kind}
         elif self._steps < _STEPS:
-            self._find_models()
             for calls in self._calls:
                 calls.settle()
         else:
-            self.write()
-            sys.stdout.flush()
-            os._exit(0)
-
-    def _find_models(self) -> None:
-        """Find the trained models; again when another optimizer has stepped."""
-        if self._steps > 1 and len(self._finder.optimizers) == self._optimizers:
-            return
-        self._optimizers = len(self._finder.optimizers)
-        new = [m for m in trained_models(self._finder.parameters) if m not in self._models]
-        self._models += new
-        self._calls += [Calls(model, self._called) for model in new]
+            self._exit()
 
     def write(self) -> None:
         """Write what was observed; the models are known now."""
-        if os.getpid() != self._pid:
+        if not self._is_own:
             return
         called = [part for calls in self._calls for part in calls.called]
         for calls in self._calls:
@@ -257,7 +221,7 @@ class SiteObserver:
 
     def _add(self, kind: str, *, maker: Any = None, **about: str) -> tuple[Any, ...] | None:
         """Record the place of the call that is executing; once for each place."""
-        if os.getpid() != self._pid:
+        if not self._is_own:
             return None
         frames, direct = _user_frames(sys._getframe(1), maker)
         places = tuple(map(_place, frames))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,28 +10,24 @@ import torch
 from stepscope.acceleration.accelerate import accelerate, replaceable
 from stepscope.acceleration.report import FP8, Report
 from stepscope.analysis.advice.pieces import (
-    ACCELERATE,
-    GROUPS,
     OPTIMIZER,
     excluded_pieces,
     group_of,
 )
 
 
-def accelerated_groups(settings: Mapping[str, str]) -> list[str]:
-    """Return the pieces that the settings ask of `accelerate`: all of them for FP8."""
-    if settings.get("dtype") == FP8:
-        return list(GROUPS)
-    return [group for group in GROUPS if settings.get(group) == ACCELERATE]
-
-
 class Acceleration:
     """The wanted pieces of `accelerate`, in every model of a program."""
 
-    def __init__(self, groups: Sequence[str], dtype: str | None = None) -> None:
-        self._groups, self._dtype = groups, dtype
+    def __init__(self) -> None:
+        self._groups: list[str] = []
+        self._dtype: str | None = None
         self._reports: list[Report] = []
         self._fused: list[Any] = []
+
+    def add(self, groups: Sequence[str], dtype: str | None = None) -> None:
+        self._groups += groups
+        self._dtype = dtype or self._dtype
 
     def apply(self, model: torch.nn.Module, optimizers: Iterable[Any]) -> None:
         exclude = excluded_pieces(replaceable(model), self._groups)

@@ -1,9 +1,9 @@
 """Changes applied to a training program at run time, without editing it.
 
-Objects that do not exist yet when torch is imported (optimizers, data loaders) are changed when
-they are created. Changes that need the models are applied after the first step, when these are
-known; models are compiled after the second, which has shown the masks of their attention. Then a
-loop may become a `TrainStep`.
+Each setting is made as its file in `analysis/advice/rules` says, when torch is imported: objects
+that do not exist yet (optimizers, data loaders) are changed when they are created. Changes that
+need the models are applied after the first step, when these are known; models are compiled after
+the second, which has shown the masks of their attention. Then a loop may become a `TrainStep`.
 
 Some changes can be taken back while the program runs (`Changes.switch`): what a combination gains
 from them is measured without another start of the program.
@@ -20,45 +20,40 @@ from typing import Any
 import torch
 
 from stepscope.acceleration.changes import checkpoint_blocks, compile_own, one_kernel_attention
-from stepscope.acceleration.report import FP8
-from stepscope.advisor.trial import loop
-from stepscope.advisor.trial.accelerated import Acceleration, accelerated_groups
+from stepscope.advisor.trial.accelerated import Acceleration
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.calls import Calls
+from stepscope.advisor.trial.following import NO_BACKWARD
 from stepscope.advisor.trial.loop_step import LoopStep
 from stepscope.advisor.trial.optimizers import Optimizers
-from stepscope.analysis.advice.pieces import ACCELERATE, STEP
+from stepscope.analysis.advice.changes import setting_of
+from stepscope.analysis.advice.pieces import ACCELERATE
+from stepscope.analysis.advice.program import Setting
+from stepscope.analysis.advice.rules.train_step import STEP
 
-_EARLY = {
-    "gradients": loop.set_gradients_to_none,
-    "data": loop.use_loader_workers,
-    "copies": loop.copy_from_pinned_memory,
-    "read_back": loop.read_back_delayed,
-}
 COMPILED_AFTER = 2
 """Steps before compilation; one more if the program calls submodules instead of its model."""
 
-_NO_BACKWARD = -1
-_IN_CALLS = ("attention", "gradients", "read_back")
-"""Changes that are made in every call."""
-
 
 class Changes:
-    """The changes of one trial. `settings` are those of the advice; see
-    `analysis/advice/changes.py`."""
+    """The changes of one trial: a `Program` to the files that make them. `settings` are those of
+    the advice."""
 
     def __init__(self, settings: Mapping[str, str], backwards: Backwards) -> None:
         self._settings = settings
-        self._applied: Counter[str] = Counter()
+        self._made: dict[str, Setting] = {
+            name: setting_of(name, value) for name, value in settings.items()
+        }
+        self.applied: Counter[str] = Counter()
         self._off: set[str] = set()
-        self._optimizers = Optimizers(self._applied)
+        self._optimizers = Optimizers(self.applied)
         self._compiled_calls: dict[torch.nn.Module, Any] = {}
-        fuses = settings.get("attention") == "fused"
-        self._attention = one_kernel_attention() if fuses else None
-        self._groups = accelerated_groups(settings)
-        self._in_fp8 = settings.get("dtype") == FP8
-        self._acceleration = Acceleration(self._groups, FP8 if self._in_fp8 else None)
-        self._loop = LoopStep(self._paused) if STEP in settings else None
+        self._dtype: torch.dtype | None = None
+        self._attention: Any = None
+        self._mode = ""
+        self._checkpoints = False
+        self._acceleration: Acceleration | None = None
+        self._loop: LoopStep | None = None
         self._backwards = backwards
         self._known: set[torch.nn.Module] = set()
         self._calls: list[Calls] = []
@@ -68,35 +63,51 @@ class Changes:
         backwards.before.append(self._backward_begins)
 
     def on_torch_imported(self) -> None:
-        if self._settings.get("dtype") == "tf32":
-            torch.set_float32_matmul_precision("high")
-        elif self._settings.get("dtype") == "float32":
-            loop.disable_autocast(self._applied)
-        for name, change in _EARLY.items():
-            if name in self._settings:
-                change(self._applied, partial(self._is_on, name))
-        if "batch" in self._settings:
-            loop.larger_batches(int(self._settings["batch"]), self._applied)
-        if self._settings.get("optimizer") == "foreach":
-            self._optimizers.use_foreach()
-        elif self._settings.get("optimizer", ACCELERATE) != ACCELERATE:
-            self._optimizers.fuse()
-        if self._loop is not None:
-            self._loop.attach()
-        if self._settings.get("checkpoint") == "no":
-            loop.disable_checkpointing(self._applied)
+        for name, value in self._settings.items():
+            self._made[name].make(self, value)
 
-    def _is_on(self, name: str) -> bool:
-        return name not in self._off
+    # What the changes ask for: see `analysis/advice/program.py`.
+
+    def is_on(self, setting: str) -> bool:
+        return setting not in self._off
+
+    def autocast(self, dtype: str) -> None:
+        self._dtype = getattr(torch, dtype)
+
+    def fuse_attention(self) -> None:
+        self._attention = one_kernel_attention()
+
+    def fuse_optimizers(self) -> None:
+        self._optimizers.fuse()
+
+    def use_foreach(self) -> None:
+        self._optimizers.use_foreach()
+
+    def compile(self, mode: str) -> None:
+        self._mode = mode
+
+    def checkpoint_blocks(self) -> None:
+        self._checkpoints = True
+
+    def accelerate(self, groups: Sequence[str], dtype: str | None = None) -> None:
+        if self._acceleration is None:
+            self._acceleration = Acceleration()
+        self._acceleration.add(groups, dtype)
+
+    def run_as_train_step(self) -> None:
+        self._loop = LoopStep(self._paused)
+        self._loop.attach()
+
+    # Switching.
 
     def switchable(self) -> list[str]:
         """Return the settings that can be taken back, and made again, in this process. A CUDA graph
         has all changes in it, a compiled model the attention."""
-        if STEP in self._settings or self._settings.get("compile") == "graphs":
+        if self._loop is not None or self._mode == "graphs":
             return []
-        names = [name for name in _IN_CALLS if name in self._settings]
-        if "compile" in self._settings:
-            names = [*(name for name in names if name != "attention"), "compile"]
+        names = [name for name, one in self._made.items() if one.switchable]
+        if self._mode:
+            names = [name for name in names if name != "attention"]
         if self._optimizers.switchable:
             names.append("optimizer")
         return names
@@ -104,9 +115,9 @@ class Changes:
     def switch(self, settings: Mapping[str, str]) -> None:
         """Have only these of the settings."""
         self._off = self._settings.keys() - settings.keys()
-        self._optimizers.switch(self._is_on("optimizer"))
+        self._optimizers.switch(self.is_on("optimizer"))
         for module, call in self._compiled_calls.items():
-            module._compiled_call_impl = call if self._is_on("compile") else None
+            module._compiled_call_impl = call if self.is_on("compile") else None
 
     @property
     def paused(self) -> bool:
@@ -122,11 +133,11 @@ class Changes:
             if model in self._known:
                 continue
             self._known.add(model)
-            if self._settings.get("checkpoint") == "blocks":
-                self._applied["checkpoint"] += checkpoint_blocks(model)
-            if self._groups:
+            if self._checkpoints:
+                self.applied["checkpoint"] += checkpoint_blocks(model)
+            if self._acceleration is not None:
                 self._acceleration.apply(model, optimizers)
-            if self._attention or {"compile", "dtype", STEP} & self._settings.keys():
+            if self._attention or self._dtype or self._mode or self._loop is not None:
                 kind = next((p.device.type for p in model.parameters()), "cpu")
                 self._calls.append(Calls(model, partial(self._run, kind)))
 
@@ -140,34 +151,30 @@ class Changes:
         if steps >= COMPILED_AFTER:
             settled = [calls for calls in self._calls if calls.settle()]
             all_known = len(settled) == len(self._calls) or steps > COMPILED_AFTER
-            if "compile" in self._settings and not self._compiled and all_known:
+            if self._mode and not self._compiled and all_known:
                 for calls in settled:
                     self._compile(calls)
                 self._compiled = True
         if self._loop is not None:
-            self._loop.end_step([calls.model for calls in settled], self._autocast_dtype())
+            self._loop.end_step([calls.model for calls in settled], self._dtype)
 
     def _compile(self, calls: Calls) -> None:
-        mode = self._settings["compile"]
-        if not (self._attention or {"dtype", STEP} & self._settings.keys()):
+        if not (self._attention or self._dtype or self._loop is not None):
             calls.release()
         trainable = [part for part in calls.called if any(True for _ in part.parameters())]
-        for module in [calls.model] if mode == "block" else trainable:
-            compile_own(module, mode, self._attention)
-            self._applied["compile"] += 1
+        for module in [calls.model] if self._mode == "block" else trainable:
+            compile_own(module, self._mode, self._attention)
+            self.applied["compile"] += 1
             parts = (part for part in module.modules() if part._compiled_call_impl is not None)
             self._compiled_calls |= {part: part._compiled_call_impl for part in parts}
 
     def without_effect(self) -> dict[str, str]:
-        """Settings that had no effect in the steps so far, with the reason if it is known here."""
-        counted = {*_EARLY, "batch", "checkpoint", "compile", "optimizer"} & set(self._settings)
-        counted -= set(self._groups)
-        if self._settings.get("dtype", "tf32") not in ("tf32", FP8):
-            counted.add("dtype")
-        missing = {name: "" for name in sorted(counted) if not self._applied[name]}
+        """Settings that had no effect in the steps so far, with the reason."""
+        counted = sorted(name for name, one in self._made.items() if one.counted)
+        missing = {name: self._made[name].without for name in counted if not self.applied[name]}
         if self._attention is not None and not self._attention.substituted:
-            missing["attention"] = ""
-        if self._groups and (reason := self._acceleration.without_effect()) is not None:
+            missing["attention"] = self._made["attention"].without
+        if self._acceleration and (reason := self._acceleration.without_effect()) is not None:
             missing[ACCELERATE] = reason
         if self._loop is not None and (reason := self._loop.without_effect()) is not None:
             missing[STEP] = reason
@@ -177,14 +184,14 @@ class Changes:
         """Run a call of a model with the changes that apply to it."""
         if not torch.is_grad_enabled():
             return call(*arguments, **keywords)
-        recomputes = torch._C._current_graph_task_id() != _NO_BACKWARD
+        recomputes = torch._C._current_graph_task_id() != NO_BACKWARD
         if self._loop is not None and self._loop.active and not recomputes:
 
             def attending(*arguments: Any, **keywords: Any) -> Any:
                 with self._replaced_attention():
                     return call(*arguments, **keywords)
 
-            self._applied["dtype"] += 1
+            self.applied["dtype"] += 1
             return self._loop.run(attending, *arguments, **keywords)
         with self._around(kind, recomputes):
             output = call(*arguments, **keywords)
@@ -192,31 +199,27 @@ class Changes:
             self._loop.called(output)
         return output
 
-    def _autocast_dtype(self) -> torch.dtype | None:
-        name = self._settings.get("dtype", "")
-        return getattr(torch, name) if name in ("bfloat16", "float16") else None
-
     @contextmanager
     def _around(self, kind: str, recomputes: bool) -> Iterator[None]:
         """Context of a model call. Autocast stays enabled until the backward, so that it includes
         the loss. While a checkpointed segment is recomputed, a backward is already running."""
-        dtype = self._autocast_dtype()
+        dtype = self._dtype
         with ExitStack() as call:
             if recomputes:
                 if dtype is not None:
                     call.enter_context(torch.autocast(kind, dtype))
             elif dtype is not None and not self._autocast_on:
                 self._autocast_on = True
-                self._applied["dtype"] += 1
+                self.applied["dtype"] += 1
                 self._autocast.enter_context(torch.autocast(kind, dtype))
             call.enter_context(self._replaced_attention())
             yield
 
     def _replaced_attention(self) -> AbstractContextManager[Any]:
         # The compiled graph has the fused attention.
-        compiled = self._compiled and self._is_on("compile")
-        off = self._attention is None or compiled or not self._is_on("attention")
-        return nullcontext() if off else self._attention  # type: ignore[return-value]
+        compiled = self._compiled and self.is_on("compile")
+        off = self._attention is None or compiled or not self.is_on("attention")
+        return nullcontext() if off else self._attention
 
     def _backward_begins(self, roots: Any) -> None:
         self._leave_autocast()

@@ -20,7 +20,7 @@ import msgspec
 from stepscope.advisor.advise.interleaved import Ready, Turn, TurnResult
 from stepscope.advisor.scope.once_imported import SEED, seed_numpy
 from stepscope.advisor.scope.torch_import import when_imported
-from stepscope.analysis.advice.pieces import STEP
+from stepscope.analysis.advice.rules.train_step import STEP
 from stepscope.errors import StepscopeError
 from stepscope.records.decoding import from_json
 

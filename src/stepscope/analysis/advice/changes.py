@@ -1,40 +1,65 @@
-"""All known changes, evaluated for one step and ranked."""
+"""All known changes, evaluated for one step and ranked.
+
+They are the files of `rules`, and the modules that the environment variable STEPSCOPE_CHANGES
+names, which must load without torch:
+
+    STEPSCOPE_CHANGES=mylab.faster_norms stepscope advise --verify train.py
+"""
 
 from __future__ import annotations
 
+import os
+import pkgutil
 from collections.abc import Collection, Iterator, Sequence
+from importlib import import_module
 
 import msgspec
 
-from stepscope.analysis.advice import dtypes, fp8, loop, memory, pieces, ranks, work
+from stepscope.analysis.advice import rules
 from stepscope.analysis.advice.facts import Facts
+from stepscope.analysis.advice.program import SETTINGS, setting_of
 from stepscope.analysis.advice.ranges import gain_range
 from stepscope.analysis.advice.rule import (
     REGISTRY,
     WORTH,
     Advice,
+    Left,
     NotApplicable,
     Prediction,
     is_faster,
     worth,
 )
 from stepscope.analysis.advice.timeline import wall_ms
+from stepscope.errors import UsageError
 
 __all__ = [
-    "RULES",
+    "SETTINGS",
     "WORTH",
     "Advice",
     "advise",
     "afterwards",
     "applicable",
     "compatible",
+    "load_changes",
     "not_applicable",
     "predictions",
+    "setting_of",
     "without_ranks",
 ]
 
-RULES = (dtypes, fp8, work, pieces, loop, memory, ranks)
 
+def load_changes() -> None:
+    """Import the files of all changes, each of which registers itself."""
+    for file in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
+        import_module(file.name)
+    for name in os.environ.get("STEPSCOPE_CHANGES", "").replace(",", " ").split():
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise UsageError(f"STEPSCOPE_CHANGES names {name}: {error}") from error
+
+
+load_changes()
 
 _ALWAYS_LISTED = ("fused-attention", "attention-fast-path")
 """Naive attention often takes the most memory of a step, whatever it costs in time."""
@@ -45,16 +70,16 @@ _DTYPES_FIRST = ("bfloat16", "tf32")
 def predictions(facts: Facts) -> Iterator[Prediction]:
     """Yield the result of every rule that applies to the step, worth it or not."""
     results = (entry.rule(facts) for entry in REGISTRY)
-    return (result for result in results if not isinstance(result, str))
+    return (result for result in results if isinstance(result, Prediction))
 
 
 def not_applicable(facts: Facts) -> tuple[NotApplicable, ...]:
     """Return the changes that do not apply to the step, each with the reason."""
     results = ((entry, entry.rule(facts)) for entry in REGISTRY)
     return tuple(
-        NotApplicable(entry.code, entry.title, reason)
-        for entry, reason in results
-        if isinstance(reason, str) and reason
+        NotApplicable(entry.code, entry.title, result.reason)
+        for entry, result in results
+        if isinstance(result, Left)
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
+from enum import IntEnum
 from typing import NamedTuple
 
 import msgspec
@@ -85,34 +87,52 @@ class NotApplicable(NamedTuple):
     reason: str
 
 
-Rule = Callable[[Facts], Prediction | str]
-"""Returns its prediction, or why the change does not apply: empty if an input is missing."""
+class Left(msgspec.Struct, frozen=True):
+    """Why a change does not apply to a step."""
+
+    reason: str
+
+
+class Stage(IntEnum):
+    """Order in which a combination applies its changes: what a change leaves depends on those
+    before it."""
+
+    DTYPE = 0
+    KERNELS = 1
+    PIECES = 2
+    """Those of `stepscope.accelerate`."""
+    LOOP = 3
+    LAUNCHES = 4
+    """Changes that remove the launches that all others leave."""
 
 
 class Registered(NamedTuple):
     code: str
     title: str
-    rule: Rule
+    rule: Callable[[Facts], Prediction | Left | None]
+    """Returns its prediction, why the change does not apply, or None if an input is missing."""
+    stage: Stage
     whole: str = ""
     """Code of the change that this one is a part of: searched only where that one is not."""
     parts: bool = False
     """The change combines others, which the search combines itself."""
-    last: bool = False
-    """The change is made after all others: it removes the launches that they leave."""
 
 
 REGISTRY: list[Registered] = []
+"""By stage."""
+
+Rule = Callable[[Facts], Change | Left | None]
 
 
 def rule(
-    code: str, title: str, *, whole: str = "", parts: bool = False, last: bool = False
-) -> Callable[[Callable[[Facts], Change | str]], Rule]:
+    code: str, title: str, *, stage: Stage = Stage.LOOP, whole: str = "", parts: bool = False
+) -> Callable[[Rule], Rule]:
     """Register a rule under the code and the title of its change; see `Registered`."""
 
-    def register(function: Callable[[Facts], Change | str]) -> Rule:
-        def predict(facts: Facts) -> Prediction | str:
+    def register(function: Rule) -> Rule:
+        def predict(facts: Facts) -> Prediction | Left | None:
             change = function(facts)
-            if isinstance(change, str):
+            if not isinstance(change, Change):
                 return change
             fields = msgspec.structs.asdict(change)
             after = fields.pop("after")
@@ -124,8 +144,9 @@ def rule(
             fields |= {"code": change.code or code, "title": change.title or title}
             return Prediction(Advice(**fields), after)
 
-        REGISTRY.append(Registered(code, title, predict, whole, parts, last))
-        return predict
+        entry = Registered(code, title, predict, stage, whole, parts)
+        insort(REGISTRY, entry, key=lambda one: one.stage)
+        return function
 
     return register
 

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from stepscope.analysis.advice.changes import applicable, predictions
 from stepscope.analysis.advice.facts import Facts
-from stepscope.analysis.advice.rule import REGISTRY, WORTH, Advice, Registered
+from stepscope.analysis.advice.rule import REGISTRY, WORTH, Advice, Prediction, Registered
 from stepscope.analysis.advice.timeline import wall_ms
 
 _MOST_STATES = 256
 """Combinations that are extended at once; those with the least device time are kept."""
-ORDER = sorted(REGISTRY, key=lambda entry: entry.last)
+ORDER = REGISTRY
 """The rules in the order in which a combination applies them."""
 
 
@@ -85,7 +85,7 @@ class Space:
     def _apply(self, entry: Registered, before: Combination) -> Combination | None:
         """Return the combination with one more change; None if that is not possible."""
         result = entry.rule(before.after)
-        if isinstance(result, str):
+        if not isinstance(result, Prediction):
             return None
         advice, after = result
         if "batch" in advice.setting or not any(self._reachable((advice,))):

@@ -133,55 +133,48 @@ def parameters_of(function: Any) -> dict[str, inspect.Parameter]:
         return {}
 
 
-class Attention(NamedTuple):
-    """Attention as a function of (q, k, v, is_causal)."""
+class Operator(NamedTuple):
+    """An implementation as a function of its tensors and one option: `is_causal`, or `eps`."""
 
-    call: Callable[[Tensor, Tensor, Tensor, bool], Tensor]
-    is_function: bool
-    """True for a torch.autograd.Function, which has to save the log-sum-exp."""
-    fresh: Callable[[], Attention]
+    call: Callable[..., Tensor]
+    fresh: Callable[[], Operator]
     """Import it again, without what earlier calls have left in its module."""
+    is_function: bool = False
+    """True for a torch.autograd.Function, which has to save the log-sum-exp."""
+    eps: float | None = None
+    """The only eps that it has; None if it takes any."""
 
 
-def as_attention(made: Implementation) -> Attention:
+def as_attention(made: Implementation) -> Operator:
     target = made.target() if made.adapter else made.target
 
-    def fresh() -> Attention:
+    def fresh() -> Operator:
         return as_attention(made.imported_again())
 
     if isinstance(target, type) and issubclass(target, torch.autograd.Function):
-        return Attention(target.apply, True, fresh)
+        return Operator(target.apply, fresh, is_function=True)
     if isinstance(target, type):
         target = target()
     names = parameters_of(target.forward if isinstance(target, nn.Module) else target)
     flag = next((name for name in ("is_causal", "causal") if name in names), None)
     if flag is not None:
-        return Attention(lambda q, k, v, causal: target(q, k, v, **{flag: causal}), False, fresh)
-    return Attention(target, False, fresh)
+        return Operator(lambda q, k, v, causal: target(q, k, v, **{flag: causal}), fresh)
+    return Operator(target, fresh)
 
 
-class Norm(NamedTuple):
-    """RMSNorm as a function of (x, weight, eps)."""
-
-    call: Callable[[Tensor, Tensor, float], Tensor]
-    eps: float | None
-    """The only eps that it has; None if it takes any."""
-    fresh: Callable[[], Norm]
-
-
-def as_norm(made: Implementation) -> Norm:
+def as_norm(made: Implementation) -> Operator:
     target = made.target
 
-    def fresh() -> Norm:
+    def fresh() -> Operator:
         return as_norm(made.imported_again())
 
     if isinstance(target, type) and issubclass(target, torch.autograd.Function):
         takes = len(parameters_of(target.forward)) > _NORM_ARGUMENTS
-        return Norm(_with_eps(target.apply, takes, ""), None if takes else EPS, fresh)
+        return Operator(_with_eps(target.apply, takes, ""), fresh, eps=None if takes else EPS)
     name = _eps_name(target)
-    if isinstance(target, type) and issubclass(target, nn.Module):
-        return Norm(_module_norm(target), None if name else EPS, fresh)
-    return Norm(_with_eps(target, bool(name), name), None if name else EPS, fresh)
+    is_module = isinstance(target, type) and issubclass(target, nn.Module)
+    call = _module_norm(target) if is_module else _with_eps(target, bool(name), name)
+    return Operator(call, fresh, eps=None if name else EPS)
 
 
 EPS = 1e-5

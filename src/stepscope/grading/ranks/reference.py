@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +28,22 @@ from stepscope.report.format import number
 State = dict[str, Tensor]
 
 
-def trained(model: Net, scenario: Scenario, *, sharded: bool, exact: bool) -> list[State]:
-    """Weights after each step of one process on the batches of all ranks."""
+def trained(
+    model: Net,
+    scenario: Scenario,
+    *,
+    sharded: bool,
+    exact: bool,
+    options: dict[str, Any] | None = None,
+    updates: int = 1,
+) -> list[State]:
+    """Weights after each step of one process on the batches of all ranks, with other options of the
+    optimizer, or several updates in a step."""
     model = copy.deepcopy(model)
     if exact:
         model = model.double()
-    kind, options = optimizer_of(scenario)
-    optimizer = kind(optimized(model, scenario), **options)
+    kind, right = optimizer_of(scenario)
+    optimizer = kind(optimized(model, scenario), **(right if options is None else options))
     states = []
     for step in range(STEPS):
         if scenario.schedule:
@@ -47,7 +57,8 @@ def trained(model: Net, scenario: Scenario, *, sharded: bool, exact: bool) -> li
         )
         for name, parameter in model.named_parameters():
             parameter.grad = found[name]
-        optimizer.step()
+        for _ in range(updates):
+            optimizer.step()
         states.append(state_of(model))
     return states
 
@@ -198,8 +209,9 @@ def wrong_updates(
     model: Net, scenario: Scenario, before: list[State], step: int
 ) -> Iterator[Wrong]:
     """Weights after a step of a wrongly sharded optimizer."""
-    kind, options = optimizer_of(scenario)
-    twice = _trained_with(model, scenario, kind, options, 2)
+    _, options = optimizer_of(scenario)
+    wrongly = partial(trained, model, scenario._replace(schedule=False), sharded=True, exact=True)
+    twice = wrongly(updates=2)
     yield Wrong(
         "tied-doubled",
         "the tied weight is updated twice in a step: it is handled once for each use",
@@ -211,39 +223,14 @@ def wrong_updates(
         ("the learning rate is not passed on", {k: v for k, v in options.items() if k != "lr"}),
         ("no option of the optimizer is passed on", {}),
     ):
-        states = _trained_with(model, scenario, kind, changed, 1)
-        yield Wrong("options-ignored", text, states[step] if step < len(states) else {})
+        yield Wrong("options-ignored", text, wrongly(options=changed)[step])
     if scenario.schedule:
-        fixed = trained(model, scenario._replace(schedule=False), sharded=True, exact=True)
-        yield Wrong(
-            "schedule-ignored",
-            "a change of param_groups[i]['lr'] does not reach the optimizer of the shard",
-            fixed[step],
-        )
+        text = "a change of param_groups[i]['lr'] does not reach the optimizer of the shard"
+        yield Wrong("schedule-ignored", text, wrongly()[step])
     if scenario.groups:
         flat = trained(model, scenario._replace(groups=False), sharded=True, exact=True)
         yield Wrong("groups-ignored", "the options of the groups are ignored", flat[step])
     yield Wrong("updated-twice", "they are updated twice in a step", twice[step])
-
-
-def _trained_with(
-    model: Net,
-    scenario: Scenario,
-    kind: type[torch.optim.Optimizer],
-    options: dict[str, Any],
-    times: int,
-) -> list[State]:
-    model = copy.deepcopy(model).double()
-    optimizer = kind(optimized(model, scenario), **options)
-    states = []
-    for step in range(STEPS):
-        found = gradients(model, state_of(model), step)
-        for name, parameter in model.named_parameters():
-            parameter.grad = found[name]
-        for _ in range(times):
-            optimizer.step()
-        states.append(state_of(model))
-    return states
 
 
 def as_factor(actual: Tensor, exact: Tensor, before: Tensor) -> str:

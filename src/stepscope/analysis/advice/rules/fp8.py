@@ -10,10 +10,12 @@ from math import sqrt
 
 from msgspec.structs import replace
 
-from stepscope.analysis.advice.dtypes import bfloat16
 from stepscope.analysis.advice.facts import Facts, PhaseWork
-from stepscope.analysis.advice.pieces import COMPILED, GROUPS, with_all_pieces
-from stepscope.analysis.advice.rule import Change, rule
+from stepscope.analysis.advice.pieces import GROUPS
+from stepscope.analysis.advice.program import Program, setting
+from stepscope.analysis.advice.rule import Change, Left, Stage, rule
+from stepscope.analysis.advice.rules.accelerate import COMPILED, with_all_pieces
+from stepscope.analysis.advice.rules.dtype import bfloat16
 from stepscope.analysis.advice.timeline import gain_ms
 from stepscope.kernels.fp8 import choice
 from stepscope.kernels.fp8.recipe import DEFAULT
@@ -26,25 +28,25 @@ _LAUNCHES = {"forward": 4.0, "backward": 6.0}
 """Kernels that cast the operands of a layer."""
 
 
-@rule("fp8", "FP8 linear layers (stepscope.accelerate; changes numerics)")
-def _fp8(facts: Facts) -> Change | str:
+@rule("fp8", "FP8 linear layers (stepscope.accelerate; changes numerics)", stage=Stage.PIECES)
+def _fp8(facts: Facts) -> Change | Left | None:
     if reason := _refused(facts):
         return reason
     in_bf16 = facts
     if facts.dtype != "bfloat16":
         narrow = bfloat16(facts)
-        if isinstance(narrow, str):
+        if not isinstance(narrow, Change):
             return narrow
         in_bf16 = narrow.after
     # The same call fuses the parts of the model that it recognizes.
     fused = with_all_pieces(in_bf16)
-    before = in_bf16 if isinstance(fused, str) else fused[1]
+    before = fused[1] if isinstance(fused, tuple) else in_bf16
     estimate = _estimate(facts)
     if estimate is None:
-        return ""
+        return None
     after = _with_casts(before, in_bf16.linear_ms, estimate)
     if estimate.gain < choice.MINIMUM_GAIN or gain_ms(before, after) <= 0:
-        return "the casts of its linear layers would take longer than FP8 GEMMs gain"
+        return Left("the casts of its linear layers would take longer than FP8 GEMMs gain")
     rates = facts.rates
     return Change(
         after=after,
@@ -61,21 +63,21 @@ def _fp8(facts: Facts) -> Change | str:
     )
 
 
-def _refused(facts: Facts) -> str:
-    """Return why the step cannot run in FP8; empty if it can."""
+def _refused(facts: Facts) -> Left | None:
+    """Return why the step cannot run in FP8; None if it can."""
     if not facts.on_gpu:
-        return "FP8 matmuls exist on NVIDIA GPUs, not on a CPU"
+        return Left("FP8 matmuls exist on NVIDIA GPUs, not on a CPU")
     if FP8 in facts.lacks:
-        return "this GPU has no FP8 matmuls: they need compute capability 8.9 or higher"
+        return Left("this GPU has no FP8 matmuls: they need compute capability 8.9 or higher")
     if facts.uses_fp8 or facts.dtype == FP8:
-        return "matmuls run in FP8 already"
+        return Left("matmuls run in FP8 already")
     if facts.dtype == "float16":
-        return "FP8 layers come with bfloat16 autocast, and this step uses float16"
+        return Left("FP8 layers come with bfloat16 autocast, and this step uses float16")
     if facts.compiled:
         return COMPILED
     if not facts.linear_matmuls:
-        return "no matmuls of linear layers in repeated blocks are traced"
-    return ""
+        return Left("no matmuls of linear layers in repeated blocks are traced")
+    return None
 
 
 def _estimate(facts: Facts) -> choice.Estimate | None:
@@ -110,3 +112,8 @@ def _with_casts(facts: Facts, linear_ms: float, estimate: choice.Estimate) -> Fa
         uses_fp8=True,
         linear_ms=gemms * linear_ms,
     )
+
+
+@setting("dtype", FP8, counted=False)
+def _in_fp8(program: Program, dtype: str) -> None:
+    program.accelerate(GROUPS, dtype)

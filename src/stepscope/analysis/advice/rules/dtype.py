@@ -1,14 +1,17 @@
-"""Changes of the dtype of matmuls: TF32, bfloat16 autocast, float32 instead of an emulated dtype.
+"""The dtype of matmuls: TF32, bfloat16 autocast, float32 instead of an emulated dtype.
 
 Times follow from the matmul rates measured on the machine.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec.structs import replace
 
 from stepscope.analysis.advice.facts import CONVOLUTION, Facts, PhaseWork
-from stepscope.analysis.advice.rule import Change, rule
+from stepscope.analysis.advice.program import Program, setting
+from stepscope.analysis.advice.rule import Change, Left, Stage, rule
 
 FUSED_OVER_NAIVE_MATMULS = {"bfloat16": 0.7, "float16": 0.7, "float32": 2.9}
 """Time of fused causal attention over that of the matmuls of naive attention, on a GPU. The fused
@@ -40,15 +43,15 @@ def with_faster_matmuls(facts: Facts, to: str) -> Facts | None:
     return replace(changed, dtype=to, linear_ms=facts.linear_ms * now / then)
 
 
-@rule("tf32", "TF32 matmuls (tensor cores for float32)")
-def _tf32(facts: Facts) -> Change | str:
+@rule("tf32", "TF32 matmuls (tensor cores for float32)", stage=Stage.DTYPE)
+def _tf32(facts: Facts) -> Change | Left | None:
     if not facts.on_gpu:
-        return "a CPU has no TF32"
+        return Left("a CPU has no TF32")
     if facts.dtype != "float32":
-        return f"the matmuls are in {facts.dtype} already"
+        return Left(f"the matmuls are in {facts.dtype} already")
     after = with_faster_matmuls(facts, "tf32")
     if after is None:
-        return "this GPU has no TF32" if "tf32" in facts.lacks else ""
+        return Left("this GPU has no TF32") if "tf32" in facts.lacks else None
     return Change(
         after=after,
         why=f"float32 matmuls take {facts.class_ms('matmul'):.3g} ms; TF32 is"
@@ -59,13 +62,13 @@ def _tf32(facts: Facts) -> Change | str:
     )
 
 
-@rule("bfloat16", "bfloat16 autocast")
-def bfloat16(facts: Facts) -> Change | str:
+@rule("bfloat16", "bfloat16 autocast", stage=Stage.DTYPE)
+def bfloat16(facts: Facts) -> Change | Left | None:
     if facts.dtype not in ("float32", "tf32"):
-        return f"the matmuls are in {facts.dtype} already"
+        return Left(f"the matmuls are in {facts.dtype} already")
     after = with_faster_matmuls(facts, "bfloat16")
     if after is None:
-        return "this machine has no bfloat16" if "bfloat16" in facts.lacks else ""
+        return Left("this machine has no bfloat16") if "bfloat16" in facts.lacks else None
 
     def cast(work: PhaseWork) -> PhaseWork:
         # Memory-bound kernels take as long as before: some move half the bytes, but the casts
@@ -88,8 +91,8 @@ def bfloat16(facts: Facts) -> Change | str:
     )
 
 
-@rule("float32", "float32 instead of autocast")
-def _float32(facts: Facts) -> Change | str:
+@rule("float32", "float32 instead of autocast", stage=Stage.DTYPE)
+def _float32(facts: Facts) -> Change | Left | None:
     """float32 in place of an emulated dtype.
 
     A machine without hardware for a 16-bit dtype converts every number. Some machines have
@@ -97,17 +100,17 @@ def _float32(facts: Facts) -> Change | str:
     """
     now, wide = facts.rates.get(facts.dtype), facts.rates.get("float32")
     if not facts.autocast:
-        return "autocast is not used"
+        return Left("autocast is not used")
     if not now or not wide:
-        return ""
+        return None
     emulated = not facts.on_gpu and facts.matmuls_over_rate > _EMULATED_OVER_RATE
     if now >= wide and not emulated:
-        return f"{facts.dtype} is not slower than float32 on this machine"
+        return Left(f"{facts.dtype} is not slower than float32 on this machine")
     takes = facts.class_ms(*_COMPUTE)
     at_rate = _OVER_RATE_ON_CPU * 1e3 * facts.flops / wide if not facts.on_gpu else 0.0
     left = max(at_rate, takes * now / wide if now < wide else 0.0)
     if left >= takes:
-        return f"{facts.dtype} is not slower than float32 in this step"
+        return Left(f"{facts.dtype} is not slower than float32 in this step")
     changed = facts.with_work(lambda work: work.scaled(dict.fromkeys(_COMPUTE, left / takes)))
     after = replace(changed, dtype="float32", autocast=False)
     kind = "cuda" if facts.on_gpu else "cpu"
@@ -135,3 +138,34 @@ def _saved_bytes_freed(facts: Facts) -> int:
     """
     saved = facts.saved_bytes - facts.score_bytes
     return facts.lower_peak(saved // 3 - facts.score_bytes // 2 - 2 * facts.parameters)
+
+
+@setting("dtype", "tf32", counted=False)
+def _allow_tf32(program: Program, dtype: str) -> None:  # noqa: ARG001
+    import torch
+
+    torch.set_float32_matmul_precision("high")
+
+
+@setting("dtype", "bfloat16", "float16", without="no model is called in a step")
+def _autocast(program: Program, dtype: str) -> None:
+    program.autocast(dtype)
+
+
+@setting("dtype", "float32", without="autocast is not used")
+def _disable_autocast(program: Program, dtype: str) -> None:  # noqa: ARG001
+    import torch
+
+    plain = torch.autocast.__init__
+
+    def init(
+        self: Any,
+        device_type: str,
+        dtype: Any = None,
+        enabled: bool = True,
+        cache_enabled: Any = None,
+    ) -> None:
+        program.applied["dtype"] += enabled
+        plain(self, device_type, dtype=dtype, enabled=False, cache_enabled=cache_enabled)
+
+    torch.autocast.__init__ = init  # type: ignore[method-assign]

@@ -1,25 +1,28 @@
-"""Changes of activation checkpointing: trade memory for time, or time for memory."""
+"""Activation checkpointing: trade memory for time, or time for memory."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from stepscope.analysis.advice.facts import Facts
-from stepscope.analysis.advice.rule import TIGHT, Change, rule
+from stepscope.analysis.advice.program import Program, setting
+from stepscope.analysis.advice.rule import TIGHT, Change, Left, rule
 
 _CHECKPOINTED_SHARE = 0.75
 """Share of the bytes saved for backward that lies inside blocks, and is freed by checkpointing."""
 
 
 @rule("checkpoint", "activation checkpointing of each block")
-def _checkpoint(facts: Facts) -> Change | str:
+def _checkpoint(facts: Facts) -> Change | Left | None:
     if facts.recomputed_bytes:
-        return "activation checkpointing is used already"
+        return Left("activation checkpointing is used already")
     if not facts.is_tight(TIGHT):
-        return f"the peak is below {TIGHT:.0%} of the memory, and recomputation costs time"
+        return Left(f"the peak is below {TIGHT:.0%} of the memory, and recomputation costs time")
     if not facts.saved_bytes:
-        return ""
+        return None
     gain = facts.lower_peak(int(_CHECKPOINTED_SHARE * facts.saved_bytes))
     if not gain:
-        return "the peak is that of the optimizer, not of saved activations"
+        return Left("the peak is that of the optimizer, not of saved activations")
     forward = facts.phase_ms("forward")
     return Change(
         after=facts,
@@ -42,12 +45,12 @@ def _block_list_comment(facts: Facts) -> str:
 
 
 @rule("no-checkpoint", "fewer checkpointed blocks")
-def _no_checkpoint(facts: Facts) -> Change | str:
+def _no_checkpoint(facts: Facts) -> Change | Left | None:
     free_bytes = facts.memory_bytes * TIGHT - facts.peak_bytes
     if not facts.recomputed_bytes:
-        return "no activation checkpointing is used"
+        return Left("no activation checkpointing is used")
     if free_bytes < facts.recomputed_bytes:
-        return "the memory has no room for the activations that are recomputed now"
+        return Left("the memory has no room for the activations that are recomputed now")
     forward = facts.phase_ms("forward")
     return Change(
         after=facts,
@@ -60,3 +63,29 @@ def _no_checkpoint(facts: Facts) -> Change | str:
         lines=("x = block(x)  # instead of checkpoint(block, x)",),
         setting={"checkpoint": "no"},
     )
+
+
+@setting("checkpoint", "blocks", without="the model has no nn.ModuleList of repeated blocks")
+def _checkpoint_blocks(program: Program, value: str) -> None:  # noqa: ARG001
+    program.checkpoint_blocks()
+
+
+@setting("checkpoint", "no", without="the model has no checkpointed blocks")
+def _disable_checkpointing(program: Program, value: str) -> None:  # noqa: ARG001
+    """Let checkpointed segments save their activations."""
+    import torch.utils.checkpoint
+
+    def call(function: Any, *arguments: Any, **keywords: Any) -> Any:
+        program.applied["checkpoint"] += 1
+        for option in (
+            "use_reentrant",
+            "context_fn",
+            "determinism_check",
+            "debug",
+            "preserve_rng_state",
+            "early_stop",
+        ):
+            keywords.pop(option, None)
+        return function(*arguments, **keywords)
+
+    torch.utils.checkpoint.checkpoint = call

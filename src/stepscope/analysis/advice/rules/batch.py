@@ -1,0 +1,74 @@
+"""A larger batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from stepscope.analysis.advice.facts import MODEL_PHASES, Facts, PhaseWork
+from stepscope.analysis.advice.program import Program, setting
+from stepscope.analysis.advice.rule import Change, Left, rule
+
+_MEMORY_SHARE = 0.9
+
+
+def with_batch_times(facts: Facts, times: int) -> Facts:
+    """Return the step with `times` as many samples.
+
+    Launches, the update and the weight casts stay. Matmul time beyond the measured rate comes
+    from partial tiles and waves, and stays too.
+    """
+    over = facts.matmuls_over_rate
+    matmuls = (times + over - 1) / over
+    once = facts.casts_ms if facts.dtype in ("bfloat16", "float16") else 0.0
+
+    def more(work: PhaseWork) -> PhaseWork:
+        scaled = work.scaled(dict.fromkeys(work.classes, float(times)) | {"matmul": matmuls})
+        if work.name in ("forward", "backward"):
+            scaled = scaled.with_more("copy/cast", -(times - 1) * once)
+        return replace(scaled, host_ms=times * work.host_ms)
+
+    larger = facts.with_work(more, (*MODEL_PHASES, "outside"))
+    return replace(larger, samples=times * facts.samples)
+
+
+@rule("larger-batch", "twice the batch size")
+def _larger_batch(facts: Facts) -> Change | Left | None:
+    if not facts.on_gpu:
+        return Left("the step runs on a CPU")
+    if not facts.memory_bytes:
+        return None
+    free_bytes = facts.memory_bytes * _MEMORY_SHARE - facts.peak_bytes
+    if facts.saved_bytes > free_bytes:
+        return Left("the memory has no room for twice the activations")
+    after = with_batch_times(facts, 2)
+    larger = None if facts.batch is None else 2 * facts.batch
+    return Change(
+        after=replace(after, batch=larger),
+        gain_bytes=-facts.saved_bytes,
+        why="launches and the update cost half as much per sample; the gain is stated for the"
+        f" current number of samples, and {free_bytes / 2**30:.3g} GiB are free",
+        risk="optimization: another batch size needs another learning rate; memory",
+        lines=(f"batch_size = {larger}" if larger else "batch_size = …  # twice the current one",),
+        setting={"batch": str(larger)} if larger else {},
+        by_author="" if larger else "no DataLoader was found that sets the batch size",
+    )
+
+
+@setting("batch", without="no DataLoader has the batch size that was recorded")
+def _enlarge(program: Program, value: str) -> None:
+    """Double the batch size of DataLoaders whose batch size is half of `value`."""
+    from torch.utils.data import DataLoader
+
+    plain, size = DataLoader.__init__, int(value)
+
+    def init(self: Any, dataset: Any, *arguments: Any, **keywords: Any) -> None:
+        given = arguments[0] if arguments else keywords.get("batch_size", 1)
+        if given is not None and 2 * given == size:
+            program.applied["batch"] += 1
+            arguments = (size, *arguments[1:]) if arguments else arguments
+            keywords |= {} if arguments else {"batch_size": size}
+        plain(self, dataset, *arguments, **keywords)
+
+    DataLoader.__init__ = init  # type: ignore[method-assign]
