@@ -13,13 +13,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from claims import advice, attention, flags, steps
+from claims import advice, attention, flags, memory, steps
 from claims.records import Claim
 
 CLAIMS: Mapping[str, Claim] = {
     **attention.CLAIMS,
     **steps.CLAIMS,
     **advice.CLAIMS,
+    **memory.CLAIMS,
     **flags.CLAIMS,
 }
 MARK = re.compile(r"<!--=(?P<name>[a-z0-9.-]+)-->(?P<value>.*?)<!--/-->", re.DOTALL)

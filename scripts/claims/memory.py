@@ -1,0 +1,25 @@
+"""Claims on the memory of users' models: predicted on fake tensors against the allocator's peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+
+from claims.records import Claim, lines_of
+from stepscope.report.format import number
+
+
+def _errors(results: Path) -> list[float]:
+    return [abs(line["error"]) for line in lines_of(results / "memory-prediction.jsonl")]
+
+
+def _percent(error: float) -> str:
+    return f"{number(100 * error, 2)} %"
+
+
+CLAIMS: Mapping[str, Claim] = {
+    "memory.models": lambda results: str(len(_errors(results))),
+    "memory.error-median": lambda results: _percent(median(_errors(results))),
+    "memory.error-worst": lambda results: _percent(max(_errors(results))),
+}
