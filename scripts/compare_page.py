@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -55,7 +56,8 @@ def compare_page(record: Sequence[Rates], trade_off: Sequence[TradeOff]) -> str:
         "## How often it is wrong",
         "Both sides have the same distribution, so every verdict is false. A gate is red if the"
         f" verdict is slower and the ratio of the medians is above {1 + LIMIT:g} (`--fail-above"
-        f" {LIMIT:.0%}`). The share of `cannot tell` is that of the first {IN_FULL} trials.",
+        f" {LIMIT:.0%}`). The share of `cannot tell` is that of the first {IN_FULL} trials. The"
+        f" standard error of a rate of 2 % is {percent(math.sqrt(0.02 * 0.98 / trials))}.",
         "The constants of the test were chosen by simulations of these same kinds of noise, so the"
         f" rates hold for noise like this. That levels differ by {_in_percent(LEVEL_STD)} is an"
         " assumption, not a measurement.",
