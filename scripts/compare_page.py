@@ -3,6 +3,7 @@ record of `benchmarks/compare_simulation.py`."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -30,13 +31,16 @@ from stepscope.report.text import markdown
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import compare_tradeoff  # noqa: E402
 from compare_simulation import IN_FULL, LIMIT, STEPS, Rates, broken, read  # noqa: E402
+from compare_tradeoff import TradeOff  # noqa: E402
 
 RECORD = "compare-simulation.jsonl"
+TRADE_OFF = "compare-tradeoff.jsonl"
 PAGE = "compare.md"
 
 
-def compare_page(record: Sequence[Rates]) -> str:
+def compare_page(record: Sequence[Rates], trade_off: Sequence[TradeOff]) -> str:
     (trials,) = {rates.trials for rates in record}
     same = [rates for rates in record if not rates.condition.change]
     changed = [rates for rates in record if rates.condition.change]
@@ -52,7 +56,8 @@ def compare_page(record: Sequence[Rates]) -> str:
         "## How often it is wrong",
         "Both sides have the same distribution, so every verdict is false. A gate is red if the"
         f" verdict is slower and the ratio of the medians is above {1 + LIMIT:g} (`--fail-above"
-        f" {LIMIT:.0%}`). The share of `cannot tell` is that of the first {IN_FULL} trials.",
+        f" {LIMIT:.0%}`). The share of `cannot tell` is that of the first {IN_FULL} trials. The"
+        f" standard error of a rate of 2 % is {percent(math.sqrt(0.02 * 0.98 / trials))}.",
         "The constants of the test were chosen by simulations of these same kinds of noise, so the"
         f" rates hold for noise like this. That levels differ by {_in_percent(LEVEL_STD)} is an"
         " assumption, not a measurement.",
@@ -64,6 +69,9 @@ def compare_page(record: Sequence[Rates]) -> str:
         "## Power",
         "One side is slower, with independent samples.",
         markdown(_powers(changed)).strip(),
+        "## Red gates against power",
+        _trade_off_sentence(trade_off),
+        markdown(_trade_offs(trade_off)).strip(),
         "## By kind of noise",
         "The highest rate of red gates over all σ.",
         "`AR(1) r`: neighboring samples have the correlation r. `in half`: in each process with a"
@@ -153,8 +161,36 @@ def _missed(above: Sequence[Rates]) -> str:
     )
     return (
         f"**Above the promised rate:** {names}. So few samples do not show that they depend on each"
-        " other, or that the level moved, in every case; a stronger test would no longer show a"
-        f" slowdown of 5 % in ten samples. Take {MANY_SAMPLES} samples, or alternate processes."
+        " other, or that the level moved, in every case; a stronger test costs"
+        f" [power](#red-gates-against-power). Take {MANY_SAMPLES} samples, or alternate processes."
+    )
+
+
+def _trade_off_sentence(record: Sequence[TradeOff]) -> str:
+    meet = compare_tradeoff.meeting(record, red=0.02, power=0.9)
+    which = ", ".join(f"{one.correlation:g}" for one in meet) or "no value"
+    (trials,) = {one.trials for one in record}
+    return (
+        f"{compare_tradeoff.COUNT} samples per side count as dependent from a correlation of"
+        f" {VISIBLE_CORRELATION:g}. Other values, with {trials:,} trials of each condition"
+        f" (`results/{TRADE_OFF}`, from `python benchmarks/compare_tradeoff.py`):"
+        f" {which} has at most 2 % red gates and at least 90 % power."
+    )
+
+
+def _trade_offs(record: Sequence[TradeOff]) -> Table:
+    return table(
+        "trade-off",
+        "",
+        record,
+        [
+            col("dependent from", lambda one: f"{one.correlation:g}"),
+            col("shows 5 % at σ 2 %", lambda one: one.power, "percent"),
+            *(
+                col(f"red: {noise}", lambda one, noise=noise: one.red[noise], "percent")
+                for noise in record[0].red
+            ),
+        ],
     )
 
 
@@ -217,4 +253,5 @@ def _size(rates: Rates) -> str:
 
 
 def compare_pages(results: Path) -> dict[str, str]:
-    return {PAGE: compare_page(read(results / RECORD))}
+    trade_off = compare_tradeoff.read(results / TRADE_OFF)
+    return {PAGE: compare_page(read(results / RECORD), trade_off)}

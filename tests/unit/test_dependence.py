@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from stepscope.records.dependence import (
     LEVEL_STD,
     MOVE_LEVEL,
+    VISIBLE_CORRELATION,
     correlation,
     difference,
     drift,
@@ -28,8 +29,11 @@ from stepscope.records.stats import LEVEL, LEVEL_OF_FEW, Design, judge
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import itertools
+
 import compare_simulation
-from compare_page import RECORD, compare_page
+import compare_tradeoff
+from compare_page import RECORD, TRADE_OFF, compare_page
 from compare_simulation import Condition, Rates, broken, conditions, read, simulate
 
 Floats = NDArray[np.float64]
@@ -277,17 +281,45 @@ def test_the_record_is_that_of_the_present_code(recorded: list[Rates]) -> None:
         assert getattr(again, name) == pytest.approx(getattr(rates, name), abs=2)
 
 
-def test_the_page_follows_from_the_record(recorded: list[Rates]) -> None:
-    page = compare_page(recorded)
+@pytest.fixture(scope="module")
+def traded() -> list[compare_tradeoff.TradeOff]:
+    return compare_tradeoff.read(Path(__file__).resolve().parents[2] / "results" / TRADE_OFF)
+
+
+def test_fewer_red_gates_in_ten_samples_cost_power(
+    recorded: list[Rates], traded: list[compare_tradeoff.TradeOff]
+) -> None:
+    assert [one.correlation for one in traded] == list(compare_tradeoff.CORRELATIONS)
+    for stricter, looser in itertools.pairwise(traded):
+        assert stricter.power < looser.power
+        assert stricter.most_red < looser.most_red
+    assert not compare_tradeoff.meeting(traded, red=0.02, power=0.9)
+    (present,) = (one for one in traded if one.correlation == VISIBLE_CORRELATION)
+    (same,) = (one for one in recorded if one.condition == compare_tradeoff.SLOWER)
+    assert present.power == pytest.approx(same.power, abs=0.02)
+
+
+def test_the_page_names_a_setting_that_would_meet_the_promise(
+    recorded: list[Rates], traded: list[compare_tradeoff.TradeOff]
+) -> None:
+    assert "no value has at most 2 % red gates" in compare_page(recorded, traded)
+    better = [msgspec.structs.replace(one, power=0.95) for one in traded]
+    assert "0.28 has at most 2 % red gates" in compare_page(recorded, better)
+
+
+def test_the_page_follows_from_the_record(
+    recorded: list[Rates], traded: list[compare_tradeoff.TradeOff]
+) -> None:
+    page = compare_page(recorded, traded)
     for rates in broken(recorded):
         assert f"{rates.condition.noise}, σ {100 * rates.condition.sigma:.1f} %" in page
     red = [
         msgspec.structs.replace(one, red=one.trials // 4) if one.condition.count == 100 else one
         for one in recorded
     ]
-    changed = compare_page(red)
+    changed = compare_page(red, traded)
     assert changed != page
     assert "| 25.0 % |" in changed
     assert "100 samples, independent, σ 2.0 %: 25.0 %" in changed
-    within = compare_page([msgspec.structs.replace(one, red=0) for one in recorded])
+    within = compare_page([msgspec.structs.replace(one, red=0) for one in recorded], traded)
     assert "All of these rates are as promised." in within

@@ -189,3 +189,18 @@ def test_a_link_in_the_output_folder_is_neither_replaced_nor_followed(tmp_path: 
         assert "is a link, not a regular file" in stderr
     assert mine.read_text() == "keep me"
     assert all(path.is_symlink() for path in out.iterdir())
+
+
+@pytest.mark.parametrize("command", ["show", "report", "export"])
+def test_the_blocks_of_a_model_are_limited(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An activation policy lists every block: 10^12 blocks take 8 TB."""
+    raw = json.loads(encode(benchmark_record()))
+    raw["config"]["overrides"] = {"n_layers": 10**12}
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(raw))
+    more = ["--out", str(tmp_path / "out")] if command == "report" else []
+    more += ["--format", "markdown"] if command == "export" else []
+    assert main([command, str(path), *more]) != 0
+    assert "it must be at most 10,000" in capsys.readouterr().err

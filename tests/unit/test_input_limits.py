@@ -8,6 +8,7 @@ import pickle
 import re
 import sqlite3
 import sys
+import tracemalloc
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -209,7 +210,21 @@ def test_work_is_proportional_to_the_records(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["records"][79]["id"] == "id-79"
     # Twice as many if it is linear, four times as many if it is quadratic.
     assert large - medium < 3 * (medium - small)
-    assert (large - medium) / 40 < 1500
+    assert (large - medium) / 40 < 300
+
+
+def test_memory_of_a_record(tmp_path: Path) -> None:
+    """100,000 records fit into 1 GB."""
+    path, count = tmp_path / "records.jsonl", 200
+    path.write_bytes(b"\n".join(changed(number, "cases") for number in range(count)))
+    jsonl.read_records(path)
+    tracemalloc.start()
+    try:
+        records = jsonl.read_records(path)
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used < 8_000 * len(records)
 
 
 def test_the_documented_limits_are_those_of_the_code() -> None:

@@ -6,6 +6,9 @@ import msgspec
 
 from stepscope.errors import UsageError, unknown_name
 
+MAX_LAYERS = 10_000
+"""Work and memory of many analyses grow with the blocks, whose number may come from a file."""
+
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a decoder-only Transformer LM."""
@@ -23,6 +26,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("d_model", "d_ff", "n_layers", "n_heads", "vocab", "context"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", "it must be at least 1")
+        if self.n_layers > MAX_LAYERS:
+            raise UsageError(f"n_layers is {self.n_layers}", f"it must be at most {MAX_LAYERS:,}")
         if self.d_model % self.n_heads:
             raise UsageError(
                 f"n_heads {self.n_heads} does not divide d_model {self.d_model}",

@@ -62,13 +62,16 @@ _Settings = msgspec.defstruct(
 class Named(dict[str, Any]):
     """Settings or notes of a record; a missing key raises an error that names the record."""
 
-    def __init__(self, entries: dict[str, Any], where: str) -> None:
+    __slots__ = ("_part", "_record")
+
+    def __init__(self, entries: dict[str, Any], part: str, record: str) -> None:
         super().__init__(entries)
-        self._where = where
+        self._part, self._record = part, record
 
     def __missing__(self, key: str) -> Any:
         raise StepscopeError(
-            f"{self._where} has no {key!r}", "was it written by another version of Stepscope?"
+            f"the {self._part} of record {self._record} has no {key!r}",
+            "was it written by another version of Stepscope?",
         )
 
 

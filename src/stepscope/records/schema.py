@@ -11,6 +11,7 @@ Schema history
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -196,11 +197,11 @@ class Record(Part, frozen=True):
         require_name("run", self.run)
         require_name("study", self.study)
         require_case("case", self.case)
+        name = f"{self.id} ({self.study} {self.case})"
         for part in ("config", "notes", "attachments"):
             entries = getattr(self, part)
             if not isinstance(entries, Named):
-                where = f"the {part} of record {self.id} ({self.study} {self.case})"
-                msgspec.structs.force_setattr(self, part, Named(entries, where))
+                msgspec.structs.force_setattr(self, part, Named(entries, part, name))
 
     def _repr_html_(self) -> str:
         return html_of(self)
@@ -306,4 +307,13 @@ def decode(data: bytes | str) -> Record:
     for part in ("config", "attachments"):
         check_depth(getattr(record, part), part)
     check_config(record.config)
+    # Most records of a file share these, which have half of the objects of a record.
+    for part in ("environment", "ceilings"):
+        msgspec.structs.force_setattr(record, part, _shared(getattr(record, part)))
     return record
+
+
+@lru_cache(maxsize=64)
+def _shared(part: Any) -> Any:
+    """Return the first one that is equal."""
+    return part

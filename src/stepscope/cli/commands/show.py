@@ -68,7 +68,7 @@ def main(words: list[str]) -> int:
         verdict = json_line({"verdict": verdict_facts(verdict_of(records))})
         print(f'{verdict.removesuffix("}")},"records":[', end="")
         for index, record in enumerate(records):
-            shown = json_line(msgspec.to_builtins(record))
+            shown = json_line(record)
             print(shown if index == 0 else f",{shown}", end="")
         print("]}")
     elif isinstance(loaded, Record):

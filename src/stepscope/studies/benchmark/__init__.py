@@ -18,7 +18,7 @@ from stepscope.analysis.limits import median_ms
 from stepscope.analysis.verdict import Verdict
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Table
-from stepscope.studies.base import Bench, Measurement, Study
+from stepscope.studies.base import Bench, Measurement, Result, Study
 from stepscope.studies.benchmark.cases import BenchmarkCase, BenchmarkFlags
 from stepscope.studies.training.post_mortem import step_post_mortem
 from stepscope.studies.training.workload import case_of, workloads
@@ -63,21 +63,24 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
         from stepscope.studies.views.verdict import step_verdict
 
         ok = [record for record in records if record.status == "ok"]
-        own = [record for record in ok if record.study == self.name]
-        shown = self.headline_steps(ok)
+        own = self.results([record for record in ok if record.study == self.name])
+        shown = self._headline_steps(own)
         traced = {record.case for record in ok if record.study == "profile"}
         if not own or traced & shown or (traced and not shown):
             return None
-        results = [one for one in self.results(own) if not shown or one.record.case in shown]
+        results = [one for one in own if not shown or one.record.case in shown]
         longest = max(results, key=lambda r: median_ms(r.record, "step") or 0.0)
         return step_verdict(longest.record, longest.case, None)
 
     def headline_steps(self, records: Sequence[Record]) -> set[str]:
         """Keys of the steps in the headline table of these records; empty without one."""
+        own = [record for record in records if record.study == self.name]
+        return self._headline_steps(self.results(own))
+
+    def _headline_steps(self, results: Sequence[Result[BenchmarkCase]]) -> set[str]:
         from stepscope.studies.benchmark.view import headline_rows
 
-        own = [record for record in records if record.study == self.name]
-        return {one.case for row in headline_rows(self.results(own)) if (one := row.step_record)}
+        return {one.case for row in headline_rows(results) if (one := row.step_record)}
 
     def post_mortem(self, case: BenchmarkCase, bench: Bench, message: str) -> dict[str, Any]:
         return step_post_mortem(case.config, bench, message)

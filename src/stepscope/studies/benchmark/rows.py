@@ -40,11 +40,32 @@ class BenchmarkRow:
     def __init__(self, results: Sequence[Result[BenchmarkCase]]) -> None:
         self.by_mode: dict[str, Record] = {case.mode: record for record, case in results}
         self.workload = results[-1].case
-        self.name = self.workload.name
         self.records = tuple(self.by_mode.values())
-        self.forward, self.backward, self.both, self.optimizer, self.step = map(
-            self.summary, _SOURCES
-        )
+
+    # Cached: of the rows of many records, a verdict needs the name and the times of a few.
+    @cached_property
+    def name(self) -> str:
+        return self.workload.name
+
+    @cached_property
+    def forward(self) -> Summary | None:
+        return self.summary("forward")
+
+    @cached_property
+    def backward(self) -> Summary | None:
+        return self.summary("backward")
+
+    @cached_property
+    def both(self) -> Summary | None:
+        return self.summary("both")
+
+    @cached_property
+    def optimizer(self) -> Summary | None:
+        return self.summary("optimizer")
+
+    @cached_property
+    def step(self) -> Summary | None:
+        return self.summary("step")
 
     @cached_property
     def flops(self) -> Flops | None:
@@ -110,12 +131,8 @@ class BenchmarkRow:
 
 def rows_of(results: Sequence[Result[BenchmarkCase]]) -> tuple[BenchmarkRow, ...]:
     """A row for each train step; modes without an optimizer are shared by all optimizers."""
-
-    def shared(result: Result[BenchmarkCase]) -> str:
-        return msgspec.structs.replace(result.case, mode="forward", optimizer="torch").key
-
     rows: list[BenchmarkRow] = []
-    for group in grouped(results, shared).values():
+    for group in grouped(results, lambda result: result.case.key_of_forward).values():
         steps = [result for result in group if result.case.mode == _STEP]
         others = [result for result in group if result.case.mode != _STEP]
         rows += [BenchmarkRow([*others, step]) for step in steps] or [BenchmarkRow(others)]

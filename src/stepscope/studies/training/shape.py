@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -51,11 +52,19 @@ class ShapeFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 def model_shape(size: str, table: str, context: int, overrides: Mapping[str, int]) -> ModelConfig:
     """Return the configuration; an error of the overrides names the size."""
+    return _model_shape(size, table, context, tuple(overrides.items()))
+
+
+# Cached: the records of a file have few different shapes, and each is asked for several times.
+@lru_cache(maxsize=1024)
+def _model_shape(
+    size: str, table: str, context: int, overrides: tuple[tuple[str, int], ...]
+) -> ModelConfig:
     named = with_overrides(find_size(size, table), context=context)
     try:
-        return with_overrides(named, **overrides)
+        return with_overrides(named, **dict(overrides))
     except UsageError as error:
-        raise UsageError(f"{size_name(size, overrides)}: {error}") from None
+        raise UsageError(f"{size_name(size, dict(overrides))}: {error}") from None
 
 
 def size_key(size: str, overrides: Mapping[str, int]) -> str:

@@ -142,7 +142,15 @@ class Workload(Case, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         """Identity among workloads, the same in every run of the same workload."""
-        compiled, trains = self.compile != "no", self.mode == "train-step"
+        return self._key(self.mode, self.optimizer)
+
+    @property
+    def key_of_forward(self) -> str:
+        """The key of its forward pass, which all modes and optimizers share."""
+        return self._key("forward", "torch")
+
+    def _key(self, mode: Mode, optimizer: str) -> str:
+        compiled, trains = self.compile != "no", mode == "train-step"
         parts = (
             (self.table, self.table != "2025"),
             (size_key(self.size, self.overrides), True),
@@ -152,16 +160,16 @@ class Workload(Case, frozen=True, kw_only=True):
             (self.attention, not self.own),
             (f"compile={self.compile}", compiled),
             (f"mode={self.compile_mode}", compiled and self.compile_mode != "default"),
-            (f"adamw={self.optimizer}", trains and self.optimizer != "torch"),
+            (f"adamw={optimizer}", trains and optimizer != "torch"),
             # A forward pass alone computes the logits.
-            ("loss=fused", self.fuses_loss),
+            ("loss=fused", self.loss == "fused" and mode != "forward"),
             *(
                 (name.replace("_", "-"), getattr(self, name))
                 for name in ("fused", "fused_projections", "autotune_gemms", "graph")
             ),
             (f"activation-policy={self.activation_policy}", self.activation_policy != ALL),
             (f"checkpoint={self.checkpoint}", self.checkpoint != NONE),
-            (self.mode, True),
+            (mode, True),
         )
         return "_".join(part for part, present in parts if present)
 
