@@ -4,9 +4,9 @@ table of docs/accelerate.md.
     python scripts/version_matrix.py                       run all pairs (`make test-matrix`)
     python scripts/version_matrix.py --torch 2.13          run the pairs with this torch
 
-The packages of a pair are installed into a folder of .venv/matrix, in front of those of this
-environment. Set TORCH_INDEX to an index with CPU builds of torch. A line of the record is one
-family with one pair; a pair without lines was not run.
+Each version of torch and of transformers is installed once, into a folder of .venv/matrix; a pair
+is both folders in front of the packages of this environment. Set TORCH_INDEX to an index with CPU
+builds of torch. A line of the record is one family with one pair; a pair without lines was not run.
 """
 
 from __future__ import annotations
@@ -46,18 +46,22 @@ def run_families() -> None:
         print(json.dumps(line, ensure_ascii=False), flush=True)
 
 
-def lines_of(torch: str, transformers: str) -> list[dict[str, Any]]:
-    folder = FOLDERS / f"torch-{torch}-transformers-{transformers}"
-    packages = [f"transformers=={transformers}.*"]
-    if not version("torch").startswith(f"{torch}."):
-        packages.append(f"torch=={torch}.*")
-    index = os.environ.get("TORCH_INDEX")
+def folder_of(package: str, release: str) -> Path | None:
+    """Return the folder with a package and its dependencies; None if this environment has it."""
+    if find_spec(package) and version(package).startswith(f"{release}."):
+        return None
+    folder = FOLDERS / f"{package}-{release}"
     if not folder.exists():
+        index = os.environ.get("TORCH_INDEX")
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
-        subprocess.run(
-            [*pip, *(["--extra-index-url", index] if index else []), *packages]
-        ).check_returncode()
-    paths = (str(folder), str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))
+        pip += ["--extra-index-url", index] if index else []
+        subprocess.run([*pip, f"{package}=={release}.*"]).check_returncode()
+    return folder
+
+
+def lines_of(torch: str, transformers: str) -> list[dict[str, Any]]:
+    folders = [folder_of("transformers", transformers), folder_of("torch", torch), ROOT / "src"]
+    paths = [*map(str, filter(None, folders)), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, __file__, "--families"]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

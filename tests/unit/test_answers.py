@@ -264,6 +264,19 @@ def test_a_page_opens_with_a_step_of_its_own_table() -> None:
     )
 
 
+def test_no_device_is_idle_in_the_step_of_a_study_on_a_cpu() -> None:
+    def labels(*, on_device: bool) -> set[str]:
+        record = profile_record()
+        summary = record.attachments["profile"] | {"on_device": on_device}
+        attachments = record.attachments | {"profile": summary}
+        verdict = verdict_of([msgspec.structs.replace(record, attachments=attachments)])
+        assert verdict is not None
+        return {part.label for part in verdict.parts}
+
+    assert labels(on_device=True) - labels(on_device=False) == {"device idle"}
+    assert labels(on_device=False) - labels(on_device=True) == {"between operators"}
+
+
 def test_the_parts_of_a_bar_differ_and_the_widest_is_named() -> None:
     labels = ("slow matmuls", "memory-bound operations", "casts and copies", "optimizer")
     parts = tuple(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,11 @@ for amax in (False, True):
         triton_adamw.adamw_one_kernel, [f, f, f, f, x, f, f, i, i], COPIED=True, AMAX=amax))
 """
 
+SPILLS_OF_TRITON_3_6 = {
+    f"norm backward {kind} True False 8192" for kind in ("rms", "units", "layer")
+}
+"""Its ptxas puts 8 to 64 bytes of a thread on the stack, at 128 registers; that of 3.7 none."""
+
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="Triton is available on Linux only")
 def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path) -> None:
@@ -182,4 +188,5 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(tmp_path: Path
     assert done.returncode == 0, done.stderr
     loads = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
     assert len(loads) == 78
-    assert {name for name, count in loads.items() if int(count) == 0} == set(), loads
+    known = SPILLS_OF_TRITON_3_6 if version("triton").startswith("3.6.") else set()
+    assert {name for name, count in loads.items() if int(count) == 0} == known, loads

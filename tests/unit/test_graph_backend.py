@@ -432,7 +432,8 @@ class Doubled(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("activation", "operator"),
     [
-        (Doubled.apply, "autograd_function_apply"),
+        # As an attribute, `Doubled.apply` itself ends the graph in torch 2.11.
+        (lambda x: Doubled.apply(x), "autograd_function_apply"),
         (
             lambda x: checkpoint(functional.gelu, x, use_reentrant=False),
             "tag_activation_checkpoint",

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from mixed_records import mixed_records
 from stepscope.records.jsonl import read_records
-from stepscope.report.blocks import Finding, Section, Table
+from stepscope.report.blocks import Column, Finding, Section, Table
 from stepscope.report.format import cell_text
 from stepscope.report.terminal import print_sections, print_table
 from stepscope.studies.page import make_page, study_sections
@@ -148,3 +148,12 @@ def test_a_long_title_is_above_its_line() -> None:
     assert max(map(len, lines)) <= 60
     assert " ".join(" ".join(lines[:2]).split()) == title
     assert lines[2] == "─" * 60
+
+
+def test_an_empty_column_does_not_split_a_table() -> None:
+    titles = ("run", "command", "resume with")
+    for resume, parts in (("--resume train.py", 2), ("", 1)):
+        row = ("20261118-233202-fa9e", "train.py --steps 9", resume)
+        columns = tuple(Column(title=title, kind="code") for title in titles)
+        runs = Table(name="runs", title="", columns=columns, rows=(row,))
+        assert len(list(body(lines_of(runs, 50)))) == parts

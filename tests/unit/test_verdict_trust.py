@@ -146,6 +146,9 @@ def test_a_step_above_a_doubtful_ceiling_is_not_invalid() -> None:
     record = with_rates(step=0.1)
     assert verdict_on(record).trust == "invalid"
     assert verdict_on(with_doubt(record)).trust == "good"
+    # Such a bound of the MFU would be above 100 %.
+    assert verdict_on(record).mfu is not None
+    assert verdict_on(with_doubt(record)).mfu is None
 
 
 def test_an_upper_bound_is_marked_in_every_writer() -> None:

@@ -76,8 +76,8 @@ def backend(
     """
     settings = _checked(options or {})
     compile_region = _COMPILERS[settings.get("compiler", "inductor")]
-    if operators := torch_internals.higher_order_operators(module):
-        return _unchanged(module, inputs, compile_region, f"it calls {', '.join(operators)}")
+    if reason := torch_internals.why_not_retraced(module):
+        return _unchanged(module, inputs, compile_region, reason)
     fakes = torch_internals.fake_inputs(module, inputs)
     try:
         traced = torch_internals.retraced(module, fakes)

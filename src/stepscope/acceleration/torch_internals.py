@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
@@ -60,9 +59,6 @@ def retraced(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
         traced: GraphModule = make_fx(
             run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True
         )(*inputs)
-    for node in traced.graph.find_nodes(op="get_attr"):
-        if _is_intermediate(attribute_of(traced, node)):
-            raise RuntimeError("operators within a transform (torch.func) cannot be traced again")
     return traced
 
 
@@ -74,20 +70,19 @@ def attribute_of(module: GraphModule, node: Node) -> Any:
     return value
 
 
-def _is_intermediate(constant: Any) -> bool:
-    """Return whether a constant was computed while tracing: its operators are not in the graph."""
-    return isinstance(constant, Tensor) and (
-        isinstance(constant, FakeTensor)
-        or torch._C._functorch.is_functorch_wrapped_tensor(constant)
-    )
+def why_not_retraced(module: GraphModule) -> str | None:
+    """Return why a graph cannot be traced again, if so.
 
-
-def higher_order_operators(module: GraphModule) -> list[str]:
-    """Return the names of operators whose arguments are graphs: custom autograd functions,
-    checkpointed segments, control flow. Tracing again would run them and lose what they do to
-    gradients."""
+    Operators whose arguments are graphs (custom autograd functions, checkpointed segments, control
+    flow) would run, and lose what they do to gradients. What a transform of torch.func computes
+    becomes constants.
+    """
     called = [node.target for node in module.graph.nodes if node.op == "call_function"]
-    return sorted({str(one) for one in called if isinstance(one, HigherOrderOperator)})
+    if operators := sorted({str(one) for one in called if isinstance(one, HigherOrderOperator)}):
+        return f"it calls {', '.join(operators)}"
+    if any("_functorch" in (getattr(one, "__module__", None) or "") for one in called):
+        return "operators within a transform (torch.func) cannot be traced again"
+    return None
 
 
 def module_path(node: Node) -> list[tuple[str, Any]]:

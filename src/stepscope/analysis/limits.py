@@ -140,10 +140,12 @@ def mfu(record: Record, measured: bool = True) -> Share | None:
 
 
 def share_of(rate: float | None, ceiling: Ceiling | None) -> Share | None:
-    """A rate as a share of a ceiling, an upper bound if the ceiling is doubtful."""
+    """A rate as a share of a ceiling, an upper bound if the ceiling is doubtful; None if it exceeds
+    a doubtful one, which then says nothing."""
     if rate is None or ceiling is None or ceiling.value <= 0.0:
         return None
-    return at_most(rate / ceiling.value, ceiling.doubt)
+    share = rate / ceiling.value
+    return None if ceiling.doubt and share > 1.0 else at_most(share, ceiling.doubt)
 
 
 def fastest_dtype(dtype: str, rates: Mapping[str, float], lacks: Collection[str] = ()) -> str:

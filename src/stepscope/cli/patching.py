@@ -50,7 +50,7 @@ def apply_verified(
     if best is None and keep:
         best = min(working, key=lambda one: one.ratio.value if one.ratio else 1.0, default=None)
     if best is None:
-        log("no patch: no change was faster with the same losses")
+        log("no patch: no change was shown to be faster with the same losses")
         return 0
     script = best.trial.program
     if script is None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _SLOWER = 1.5
 """Time of the finished cases, relative to the expected one, from which it is explained."""
-CEILINGS_LINE = "measuring this machine's ceilings: matmul rate, bandwidth, launch rate (once)"
+CEILINGS_LINE = "measuring this machine's ceilings: matmul rate, bandwidth, launch rate"
 
 
 def outcome(record: Record) -> str:
@@ -174,7 +174,7 @@ class LiveLine(_Progress):
         super().__exit__()
 
     def calibrating(self, progress: Progress) -> None:
-        self._what = f"measuring this machine's ceilings (once): {progress.what}"
+        self._what = f"measuring this machine's ceilings: {progress.what}"
 
     def case_started(self, case: PlannedCase) -> None:
         super().case_started(case)

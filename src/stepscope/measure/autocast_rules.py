@@ -24,7 +24,7 @@ _WIDE = """
     cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss kl_div
     l1_loss layer_norm log log10 log1p log2 log_softmax logsumexp margin_ranking_loss mse_loss
     multi_margin_loss multilabel_margin_loss nll_loss norm normalize pdist poisson_nll_loss pow
-    prod reciprocal renorm rms_norm rpow rsqrt rtruediv sinh smooth_l1_loss soft_margin_loss
+    prod reciprocal renorm rpow rsqrt rtruediv sinh smooth_l1_loss soft_margin_loss
     softmax softmin softplus sum tan triplet_margin_loss
 """
 _WIDEST = """
@@ -32,7 +32,10 @@ _WIDEST = """
 """
 NARROW = frozenset(_NARROW.split())
 """Operators that run in the dtype of autocast."""
-WIDE = frozenset(_WIDE.split())
+_NORM = "rms_norm"
+# In the list of torch 2.13, not in that of 2.11.
+_LISTED = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{_NORM}", "AutocastCUDA")
+WIDE = frozenset([*_WIDE.split(), *([_NORM] if _LISTED else [])])
 """Operators that run in float32."""
 WIDEST = frozenset(_WIDEST.split())
 """Operators that run in the widest dtype of their inputs."""

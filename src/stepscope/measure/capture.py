@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,16 +64,18 @@ class Tracer:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Kineto, the profiler's library, from logging to standard error, which belongs to the
-    program. It reads the level when it is initialized, by the first profiler of a process."""
-    if _LOG_LEVEL in os.environ:
-        yield
-        return
-    os.environ[_LOG_LEVEL] = _SILENT
+    """Keep the profiler from writing to standard error, which belongs to the program. Kineto, its
+    library, reads the level when it is initialized, by the first profiler of a process; torch 2.11
+    warns about later cycles in the first one."""
+    given = _LOG_LEVEL in os.environ
+    os.environ.setdefault(_LOG_LEVEL, _SILENT)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+            yield
     finally:
-        os.environ.pop(_LOG_LEVEL, None)
+        if not given:
+            os.environ.pop(_LOG_LEVEL, None)
 
 
 def capture(

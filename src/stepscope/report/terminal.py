@@ -165,15 +165,16 @@ def _width(table: Table, texts: list[list[str]], index: int, widest: int) -> int
 
 def _without_constants(table: Table) -> tuple[Table, list[str]]:
     """The table without columns that are empty or the same in every row, and what these say."""
-    if len(table.rows) < 2:
-        return table, []
     kept, same = [], []
     for index, column in enumerate(table.columns):
         cells = {row[index] for row in table.rows}
-        if index == 0 or len(cells) > 1 or column.kind not in ("text", "code", "count"):
+        if index and cells <= {None, ""}:
+            continue
+        measured = column.kind not in ("text", "code", "count")
+        if index == 0 or measured or len(cells) > 1 or len(table.rows) < 2:
             kept.append(index)
-        elif (cell := cells.pop()) not in (None, ""):
-            same.append(f"{column.title} {cell_text(cell, column)}")
+        else:
+            same.append(f"{column.title} {cell_text(cells.pop(), column)}")
     return _columns(table, kept), same
 
 

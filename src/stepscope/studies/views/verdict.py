@@ -19,6 +19,7 @@ from stepscope.analysis.parts import (
     RECOMPUTATION,
     SLOW_MATMULS,
     UNATTRIBUTED,
+    part_names,
 )
 from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.trust import trust_of
@@ -165,7 +166,7 @@ def _limited(
     spent[IDEAL] = capped.ms
     for cause, ms in water.parts.items():
         spent[_LABELS[cause]] += max(0.0, ms)
-    return capped, parts_of(spent)
+    return capped, parts_of(spent, part_names(on_gpu=summary.on_device))
 
 
 def _capped(limit: Limit, water: Waterfall) -> Limit:
