@@ -1,4 +1,4 @@
-"""Claims on the memory of users' models: predicted on fake tensors against the allocator's peaks."""
+"""Claims on predicted memory of users' models, against the peaks of the allocator."""
 
 from __future__ import annotations
 
