@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from stepscope.analysis.effects import Effect, part, quotient
-from stepscope.analysis.kernels.names import CLASSES
+from stepscope.analysis.kernels.classes import CLASSES
 from stepscope.analysis.limits import median_ms
 from stepscope.analysis.trace.summary import Summary, Use
 from stepscope.model.config import precision
