@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from stepscope.analysis.kernels.names import CLASSES
+from stepscope.analysis.kernels.classes import CLASSES
 from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.intervals import overlap, union
 from stepscope.analysis.trace.model import Ints

@@ -122,7 +122,7 @@ def test_a_failed_capture_does_not_affect_later_work() -> None:
     assert "captur" in first_cause(caught.value)
     torch.rand(1, device="cuda")
     with pytest.raises(CaseSkipped, match=r"cannot be a CUDA graph: .*captur"):
-        CapturedStep(step, device)
+        CapturedStep(step, workload)
     # A step whose graph is still alive must not prevent the next capture.
     step = TransformerStep(workload, device)
     step.run_phases()

@@ -121,7 +121,7 @@ class TestCudnnBackward:
             return tuple(torch.ones_like(x) for x in arguments[1:4])
 
         monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", {})
-        monkeypatch.setattr(hopper, "refuses", lambda *_: None)
+        monkeypatch.setattr(hopper.HOPPER, "refuses", lambda _: None)
         monkeypatch.setattr(hopper, "_no_dropout", lambda _: torch.zeros(()))
         monkeypatch.setattr(hopper, "_cudnn_backward", lambda: backward)
         leaves = [dense(dtype=torch.bfloat16).requires_grad_() for _ in range(3)]

@@ -92,22 +92,19 @@ def module_name(file: Path, source: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def statements(node: ast.AST, *, types: bool) -> Iterator[ast.AST]:
-    """All statements below a node; those below `if TYPE_CHECKING` only if `types`."""
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements below a node."""
     for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
-            continue
-        if not types and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-            continue
-        yield child
-        yield from statements(child, types=types)
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield child
+            yield from statements(child)
 
 
-def imported(file: Path, source: Path, *, types: bool = True) -> Iterator[tuple[int, str]]:
+def imported(file: Path, source: Path) -> Iterator[tuple[int, str]]:
     """Line and module of every import of this package, anywhere in the file."""
     own = module_name(file, source)
     package = own if file.name == "__init__.py" else own.rpartition(".")[0]
-    for node in statements(ast.parse(file.read_text()), types=types):
+    for node in statements(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -147,10 +144,10 @@ def forbidden_imports(source: Path) -> list[str]:
 
 
 def cycles(source: Path) -> list[list[str]]:
-    """Groups of files that import each other at run time; type-only imports do not count."""
+    """Groups of files that import each other; imports for types count."""
     files = {module_name(file, source): file for file in sorted(source.rglob("*.py"))}
     graph = {
-        name: {target for _, target in imported(file, source, types=False)} & files.keys() - {name}
+        name: {target for _, target in imported(file, source)} & files.keys() - {name}
         for name, file in files.items()
     }
     groups, left, importers = [], dict(graph), _reversed(graph)
@@ -219,7 +216,10 @@ def test_a_planted_cycle_is_detected(tmp_path: Path) -> None:
     source.mkdir()
     for name, text in lines.items():
         (source / f"{name}.py").write_text(text)
-    assert cycles(source) == [["stepscope.a", "stepscope.b", "stepscope.c"]]
+    assert cycles(source) == [
+        ["stepscope.a", "stepscope.b", "stepscope.c"],
+        ["stepscope.d", "stepscope.e"],
+    ]
 
 
 def test_every_package_lists_its_imports() -> None:

@@ -19,6 +19,7 @@ from stepscope.attention import (
     registry,
 )
 from stepscope.attention.api import attention_with
+from stepscope.attention.call import AttentionCall, Backend
 from stepscope.torch_tools.derivatives import transforms_active
 
 ON_CPU = ("reference", "tiled", "sdpa", "sdpa_flash", "sdpa_math")
@@ -205,23 +206,24 @@ def test_a_named_implementation_reports_why_an_input_is_unsupported() -> None:
         attention(q.double(), k.double(), v.double(), impl="flex")
 
 
-def sevens(*qkv: Tensor, **how: object) -> Tensor:
-    del how
-    return torch.full_like(qkv[0], 7.0)
+class Sevens(Backend):
+    def attend(self, call: AttentionCall) -> Tensor:
+        return torch.full_like(call.q, 7.0)
 
 
-def refuses_long(*inputs: object) -> str | None:
-    return "too long" if inputs[0].shape[-2] > 5 else None
+class SevensIfShort(Sevens):
+    def refuses(self, call: AttentionCall) -> str | None:
+        return "too long" if call.q.shape[-2] > 5 else None
+
+
+class SevensWithoutTransforms(Sevens):
+    def refuses(self, _: AttentionCall) -> str | None:
+        return "a transform" if transforms_active() else None
 
 
 @pytest.fixture
 def fake_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = registry.Implementation(
-        name="fake",
-        load=lambda: sevens,
-        refuses=refuses_long,
-        description="a constant",
-    )
+    entry = registry.Implementation("fake", SevensIfShort, "a constant")
     monkeypatch.setitem(IMPLEMENTATIONS, "fake", entry)
     monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", {})
 
@@ -244,12 +246,7 @@ def test_auto_chooses_the_first_that_supports_the_input(monkeypatch: pytest.Monk
 
 
 def test_a_choice_under_a_transform_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = registry.Implementation(
-        name="fake",
-        load=lambda: sevens,
-        refuses=lambda *_: "a transform" if transforms_active() else None,
-        description="a constant",
-    )
+    entry = registry.Implementation("fake", SevensWithoutTransforms, "a constant")
     monkeypatch.setitem(IMPLEMENTATIONS, "fake", entry)
     monkeypatch.setattr("stepscope.attention.api._DISPATCH_CACHE", {})
     monkeypatch.setattr("stepscope.attention.api.PREFERENCE", ("fake", "sdpa"))

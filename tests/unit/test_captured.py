@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ def build_with_failing_capture(error: Exception, patch: pytest.MonkeyPatch) -> N
 
     patch.setattr(captured, "_refuse", lambda *_: None)
     patch.setattr(CapturedStep, "_capture", capture)
-    CapturedStep(None, None)  # type: ignore[arg-type]
+    CapturedStep(SimpleNamespace(device=None), None)  # type: ignore[arg-type]
 
 
 def test_a_host_synchronization_skips_the_case(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,6 @@ def test_few_samples_show_nothing(count: int) -> None:
         effects.difference(few, longer),
         effects.level(summarize(few)),
         effects.quotient(summarize(many), summarize(few)),
-        effects.combination([1.0, -1.0], [summarize(many), summarize(few)]),
     ):
         assert not effect.shown
         assert (effect.low, effect.high) == (-math.inf, math.inf)
@@ -97,7 +96,6 @@ def test_effects_of_clear_samples_are_shown() -> None:
     assert effects.paired(new, base).below
     assert effects.difference(base, new).above
     assert effects.quotient(summarize(base), summarize(new)).below
-    assert effects.combination([1.0, -1.0], [summarize(base), summarize(new)]).below
     assert effects.part(5.0, summarize(base)).above
     assert not effects.part(0.01, summarize(base)).shown
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepscope.analysis.kernels.names import CLASSES, Description, describe
+from stepscope.analysis.kernels.classes import CLASSES
+from stepscope.analysis.kernels.names import Description, describe
 from stepscope.analysis.kernels.tensor_cores import tensor_core_dtypes
 from stepscope.analysis.trace import work as work_module
 from stepscope.analysis.trace.chrome import read_chrome

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import stepscope
-from stepscope.analysis.kernels.names import CLASSES, describe, describe_operator, linear_role
+from stepscope.analysis.kernels.classes import CLASSES
+from stepscope.analysis.kernels.names import describe, describe_operator, linear_role
 from stepscope.analysis.kernels.operators import inductor_parts
 
 FP32, TF32, FP16, BF16 = (

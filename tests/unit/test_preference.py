@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stepscope.attention import hopper, ops, sdpa
+from stepscope.attention.call import AttentionCall
 from stepscope.attention.preference import (
     COSTS,
     HEAD_DIMS,
@@ -134,7 +135,7 @@ def test_cudnn_is_preferred_where_it_was_faster(monkeypatch) -> None:
 
     def reason(heads, key_heads, length, head_dim, causal, dtype=torch.bfloat16) -> str | None:
         inputs = tensors(heads, key_heads, length, head_dim, dtype)
-        return ops.leaves(*inputs, causal, None, None)
+        return ops.TRITON.leaves(AttentionCall(*inputs, causal))
 
     assert reason(64, 32, 1024, 64, True) is None
     assert reason(32, 32, 2048, 80, True) is None
@@ -161,7 +162,7 @@ def test_dimensions_before_the_heads_are_batches(monkeypatch) -> None:
             torch.empty((*leading, 1024, 128), device="meta", dtype=torch.bfloat16)
             for _ in range(3)
         ]
-        return ops.leaves(*(x.as_subclass(OnHopper) for x in inputs), True, None, None)
+        return ops.TRITON.leaves(AttentionCall(*(x.as_subclass(OnHopper) for x in inputs), True))
 
     assert reason(4, 64) is reason(256) is reason(2, 2, 64) is None
     assert reason() is not None
@@ -172,10 +173,11 @@ def test_kernels_are_preferred_where_gradients_must_repeat(monkeypatch) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     for head_dim, causal in itertools.product((64, 80, 128), (True, False)):
         inputs = tensors(16, 16, 4096, head_dim, torch.bfloat16)
-        assert ops.leaves(*inputs, causal, None, None) is None
+        assert ops.TRITON.leaves(AttentionCall(*inputs, causal)) is None
     short = tensors(16, 16, 256, 64, torch.bfloat16)
-    assert "multiply-adds" in str(ops.leaves(*short, True, None, None))
-    assert ops.leaves(*tensors(16, 16, 4096, 96, torch.bfloat16), True, None, None) is not None
+    assert "multiply-adds" in str(ops.TRITON.leaves(AttentionCall(*short, True)))
+    wide = AttentionCall(*tensors(16, 16, 4096, 96, torch.bfloat16), True)
+    assert ops.TRITON.leaves(wide) is not None
 
 
 def test_a_token_at_a_time_is_left_to_torch() -> None:
@@ -191,12 +193,12 @@ def test_a_token_at_a_time_is_left_to_torch() -> None:
 
 def test_cudnn_backward_is_refused_while_algorithms_must_be_deterministic(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(ops, "refuses", lambda *_: None)
+    monkeypatch.setattr(ops.TRITON, "refuses", lambda _: None)
     monkeypatch.setattr(sdpa, "refusal", lambda *_: None)
     inputs = tensors(16, 16, 4096, 128, torch.bfloat16)
-    assert hopper.refuses(*inputs, True, None, None) is None
+    assert hopper.HOPPER.refuses(AttentionCall(*inputs, True)) is None
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert "not deterministic" in str(hopper.refuses(*inputs, True, None, None))
+    assert "not deterministic" in str(hopper.HOPPER.refuses(AttentionCall(*inputs, True)))
 
 
 def test_on_hopper_its_forward_is_preferred_where_it_was_faster_than_cudnns(monkeypatch) -> None:
@@ -204,13 +206,13 @@ def test_on_hopper_its_forward_is_preferred_where_it_was_faster_than_cudnns(monk
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(specialized, "_device", lambda _: (9, 132))
-    monkeypatch.setattr(ops, "refuses", lambda *_: None)
+    monkeypatch.setattr(ops.TRITON, "refuses", lambda _: None)
     monkeypatch.setattr(sdpa, "refusal", lambda *_: None)
 
     def reasons(heads: int, length: int, head_dim: int, causal: bool) -> list[str | None]:
         inputs = tensors(heads, heads, length, head_dim, torch.bfloat16)
-        rest = (causal, None, None)
-        return [hopper.refuses(*inputs, *rest), hopper.leaves(*inputs, *rest)]
+        call = AttentionCall(*inputs, causal)
+        return [hopper.HOPPER.refuses(call), hopper.HOPPER.leaves(call)]
 
     assert reasons(16, 4096, 64, False) == reasons(16, 4096, 128, True) == [None, None]
     assert reasons(16, 16384, 64, True) == [None, None]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.analysis.kernels.names import CLASSES
+from stepscope.analysis.kernels.classes import CLASSES
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.cli import main
 from stepscope.report.blocks import Figure, Table, Timeline

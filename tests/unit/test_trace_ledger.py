@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.analysis.kernels.names import CLASSES, describe
+from stepscope.analysis.kernels.classes import CLASSES
+from stepscope.analysis.kernels.names import describe
 from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.intervals import gaps, length_before, own_lengths, union
 from stepscope.analysis.trace.ledger import Ledger, ledgers, total

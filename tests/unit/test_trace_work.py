@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.analysis.kernels.names import CLASSES
+from stepscope.analysis.kernels.classes import CLASSES
 from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.nesting import NO_SPAN

@@ -96,20 +96,6 @@ def quotient(new: Summary, base: Summary) -> Effect:
     return _known(Effect(value, low, high), min(new.count, base.count))
 
 
-def combination(weights: Sequence[float], summaries: Sequence[Summary]) -> Effect:
-    """Weighted sum of medians, compared with 0; every median may be at either end."""
-    pairs = list(zip(weights, summaries, strict=True))
-    return _known(
-        Effect(
-            math.fsum(weight * one.median for weight, one in pairs),
-            math.fsum(weight * (one.low if weight > 0 else one.high) for weight, one in pairs),
-            math.fsum(weight * (one.high if weight > 0 else one.low) for weight, one in pairs),
-            0.0,
-        ),
-        min(one.count for one in summaries),
-    )
-
-
 def part(ms: float, step: Summary) -> Effect:
     """Part of a step's time in an account that adds up: it is shown if it is larger than what is
     unknown of the step. An account of a single step is exact."""

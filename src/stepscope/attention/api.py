@@ -9,15 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stepscope.attention.inputs import as_autocast_would, autocast_dtype, checked_inputs
+from stepscope.attention.call import AttentionCall, BoundAttention
+from stepscope.attention.inputs import as_autocast_would, autocast_dtype, checked_call
 from stepscope.attention.registry import (
     AUTO,
     IMPLEMENTATIONS,
     PREFERENCE,
     AttentionFunction,
-    BoundAttention,
     Implementation,
-    Inputs,
     implementation,
 )
 from stepscope.attention.rules import ScoreRules
@@ -65,7 +64,8 @@ def attention(
     # torch.compile traces this once per graph, and its shapes may be symbolic. Under a transform
     # fewer implementations support rules.
     if _is_compiling() or (rules is not None and transforms_active()):
-        return _dispatch(q, k, v, is_causal, scale, causal_align, rules, impl, None)
+        call = AttentionCall(q, k, v, is_causal, scale, causal_align, rules)
+        return _dispatch(call, impl, None)
     cast_to = None
     try:
         if _is_any_autocast_enabled():
@@ -96,55 +96,38 @@ def attention(
         # Not a tensor, or not hashable: the check in _dispatch reports what is wrong.
         key, bound = None, None
     if bound is None:
-        return _dispatch(q, k, v, is_causal, scale, causal_align, rules, impl, key)
+        call = AttentionCall(q, k, v, is_causal, scale, causal_align, rules)
+        return _dispatch(call, impl, key)
     if cast_to is not None:
         q, k, v = (as_autocast_would(x) for x in (q, k, v))
     return bound(q, k, v) if rules is None else bound(q, k, v, rules=rules)
 
 
-def _dispatch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    causal_align: str | None,
-    rules: ScoreRules | None,
-    impl: str,
-    key: tuple[object, ...] | None,
-) -> Tensor:
+def _dispatch(call: AttentionCall, impl: str, key: tuple[object, ...] | None) -> Tensor:
     """Check the inputs, choose an implementation, cache the choice under `key` and compute."""
     entry = None if impl == AUTO else implementation(impl)
-    q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align, rules)
-    inputs = (q, k, v, is_causal, scale, causal_align, rules)
+    call = checked_call(call)
     if entry is None:
-        entry = _first_supported(*inputs)
+        entry = _first_supported(call)
     else:
-        refusal = entry.refuses(*inputs)
+        refusal = entry.load().refuses(call)
         if refusal is not None:
             raise ValueError(f"impl={impl!r} does not support this input: {refusal}")
-    function = entry.load()
+    backend = entry.load()
     # Under a transform fewer implementations are supported: the choice is not that of other calls.
     if key is not None and entry.decides_by_shape and not transforms_active():
         if len(_DISPATCH_CACHE) >= _MAX_DISPATCH_CACHE:
             _DISPATCH_CACHE.clear()
-        _DISPATCH_CACHE[key] = (
-            entry.bind(*inputs)
-            if entry.bind and rules is None
-            else functools.partial(
-                function, is_causal=is_causal, scale=scale, causal_align=causal_align
-            )
-        )
-    return function(
-        q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align, rules=rules
-    )
+        _DISPATCH_CACHE[key] = backend.bind(call)
+    return backend.attend(call)
 
 
-def _first_supported(*inputs: *Inputs) -> Implementation:
+def _first_supported(call: AttentionCall) -> Implementation:
     refusals = []
     for name in PREFERENCE:
         entry = IMPLEMENTATIONS[name]
-        refusal = entry.refuses(*inputs) or entry.leaves(*inputs)
+        backend = entry.load()
+        refusal = backend.refuses(call) or backend.leaves(call)
         if refusal is None:
             return entry
         refusals.append(f"{name}: {refusal}")
@@ -210,17 +193,16 @@ def explain(
 
     The result is printable. An invalid input raises ValueError, as in `attention`.
     """
-    q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align, rules)
-    inputs = (q, k, v, is_causal, scale, causal_align, rules)
-    verdicts = tuple(
-        Support(
-            name,
-            refusal := entry.refuses(*inputs),
-            None if refusal else entry.leaves(*inputs),
-            None if refusal else entry.details(*inputs),
-        )
-        for name, entry in IMPLEMENTATIONS.items()
-    )
+    call = checked_call(AttentionCall(q, k, v, is_causal, scale, causal_align, rules))
+    verdicts = tuple(_support(entry, call) for entry in IMPLEMENTATIONS.values())
     suitable = {verdict.name for verdict in verdicts if verdict.takes and not verdict.leaves}
     chosen = next((name for name in PREFERENCE if name in suitable), None)
     return Explanation(chosen=chosen, preference=PREFERENCE, verdicts=verdicts)
+
+
+def _support(entry: Implementation, call: AttentionCall) -> Support:
+    backend = entry.load()
+    refusal = backend.refuses(call)
+    if refusal is not None:
+        return Support(entry.name, refusal)
+    return Support(entry.name, None, backend.leaves(call), backend.details(call))

@@ -6,15 +6,13 @@ import functools
 import importlib.util
 import shutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from stepscope.attention.call import AttentionCall, Backend
 from stepscope.attention.reference import reference_attention
-
-if TYPE_CHECKING:
-    from stepscope.attention.rules import ScoreRules
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Tensor])
 
@@ -22,34 +20,21 @@ Compiled = TypeVar("Compiled", bound=Callable[..., Tensor])
 _RECOMPILE_LIMIT = 256
 
 
-def compiled_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    causal_align: str | None = None,
-    rules: ScoreRules | None = None,
-) -> Tensor:
-    """Compute `reference_attention` as one graph, recompiled for each new shape."""
-    run = _compiled_reference()
-    return run(q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align, rules=rules)
+class _Compiled(Backend):
+    """`reference_attention` as one graph, recompiled for each new shape."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        *inputs, is_causal, scale, causal_align, rules = call
+        settings = {"is_causal": is_causal, "scale": scale, "causal_align": causal_align}
+        return _compiled_reference()(*inputs, **settings, rules=rules)
+
+    def refuses(self, call: AttentionCall) -> str | None:
+        if call.rules is not None:
+            return "only masks without rules are compiled (FlexAttention compiles rules)"
+        return missing_compiler(call.q.device.type)
 
 
-def refuses(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    causal_align: str | None,
-    rules: ScoreRules | None = None,
-) -> str | None:
-    del k, v, is_causal, scale, causal_align
-    if rules is not None:
-        return "only masks without rules are compiled (FlexAttention compiles rules)"
-    return missing_compiler(q.device.type)
+COMPILED = _Compiled()
 
 
 @functools.cache

@@ -16,9 +16,10 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
+from stepscope.attention.call import AttentionCall, Backend
 from stepscope.attention.compiled import compile_by_shape, missing_compiler
 from stepscope.attention.inputs import as_four_dims, heads_per_key_head
-from stepscope.attention.masking import CausalMask, causal_offset
+from stepscope.attention.masking import causal_offset
 from stepscope.attention.visibility import Lengths, cached, key_intervals
 
 if TYPE_CHECKING:
@@ -30,37 +31,46 @@ _KERNEL = {"BACKEND": "TRITON"}
 in float32 (torch 2.11)."""
 
 
-def flex_attention_by_mask(
-    q: Tensor,  # (..., heads, seq_q, d)
-    k: Tensor,  # (..., key heads, seq_k, d)
-    v: Tensor,  # (..., key heads, seq_k, d_v)
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    causal_align: str | None = None,
-    rules: ScoreRules | None = None,
-) -> Tensor:
-    """Compute softmax(q kᵀ · scale) v by `flex_attention`, recompiled for each new shape."""
-    if rules is not None:
-        lengths = Lengths.of(q, k, is_causal, causal_align)
-        return attend_by_rules(_compiled_flex(), q, k, v, scale, lengths, rules)
-    causal_mask = CausalMask.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
-    q_visible = as_four_dims(q[..., causal_mask.fully_masked_rows :, :])
-    out = _compiled_flex()(
-        q_visible,
-        as_four_dims(k),
-        as_four_dims(v),
-        block_mask=_mask_for(q_visible.shape[-2], k.shape[-2], causal_mask.offset, q.device),
-        scale=scale,
-        enable_gqa=heads_per_key_head(q, k) > 1,
-        kernel_options=_KERNEL,
-    )
-    out = (
-        functional.pad(out, (0, 0, causal_mask.fully_masked_rows, 0))
-        if causal_mask.fully_masked_rows
-        else out
-    )
-    return out.reshape(*q.shape[:-1], v.shape[-1])
+class _Flex(Backend):
+    """`flex_attention`, recompiled for each new shape."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        q, k, v, *_ = call
+        if call.rules is not None:
+            return attend_by_rules(_compiled_flex(), q, k, v, call.scale, call.lengths, call.rules)
+        hidden, offset = call.causal_mask.fully_masked_rows, call.causal_mask.offset
+        q_visible = as_four_dims(q[..., hidden:, :])
+        out = _compiled_flex()(
+            q_visible,
+            as_four_dims(k),
+            as_four_dims(v),
+            block_mask=_mask_for(q_visible.shape[-2], k.shape[-2], offset, q.device),
+            scale=call.scale,
+            enable_gqa=heads_per_key_head(q, k) > 1,
+            kernel_options=_KERNEL,
+        )
+        out = functional.pad(out, (0, 0, hidden, 0)) if hidden else out
+        return out.reshape(*q.shape[:-1], v.shape[-1])
+
+    def refuses(self, call: AttentionCall) -> str | None:
+        q, k, v, *_ = call
+        if call.rules is not None and call.rules.dropout is not None:
+            return "FlexAttention has no dropout"
+        if q.dtype == torch.float64:
+            return "FlexAttention has no kernel for float64"
+        smallest = min(q.shape[-1], v.shape[-1])
+        if smallest < _MIN_HEAD_DIM:
+            needed = f"a head dimension of at least {_MIN_HEAD_DIM}"
+            return f"FlexAttention needs {needed}, not {smallest}"
+        if 0 in (q.numel(), k.numel()):
+            shapes = f"{tuple(q.shape)} and {tuple(k.shape)}"
+            return f"FlexAttention does not support empty inputs: shapes {shapes}"
+        if q.device.type != "cuda":
+            return f"FlexAttention has a backward for CUDA only, and q is on {q.device}"
+        return missing_compiler(q.device.type)
+
+
+FLEX = _Flex()
 
 
 def attend_by_rules(
@@ -153,31 +163,6 @@ def _block_mask_of_rules(rules: ScoreRules, lengths: Lengths) -> BlockMask:
             return (key >= low[batch, row]) & (key < high[batch, row])
 
     return create_block_mask(sees, batches, None, seq_q, seq_k, device=str(device))
-
-
-def refuses(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    causal_align: str | None,
-    rules: ScoreRules | None = None,
-) -> str | None:
-    del is_causal, scale, causal_align
-    if rules is not None and rules.dropout is not None:
-        return "FlexAttention has no dropout"
-    if q.dtype == torch.float64:
-        return "FlexAttention has no kernel for float64"
-    smallest = min(q.shape[-1], v.shape[-1])
-    if smallest < _MIN_HEAD_DIM:
-        return f"FlexAttention needs a head dimension of at least {_MIN_HEAD_DIM}, not {smallest}"
-    if 0 in (q.numel(), k.numel()):
-        shapes = f"{tuple(q.shape)} and {tuple(k.shape)}"
-        return f"FlexAttention does not support empty inputs: shapes {shapes}"
-    if q.device.type != "cuda":
-        return f"FlexAttention has a backward for CUDA only, and q is on {q.device}"
-    return missing_compiler(q.device.type)
 
 
 @functools.cache

@@ -7,14 +7,15 @@ inputs are not supported while `torch.use_deterministic_algorithms` asks for rep
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from stepscope.attention import ops, sdpa
-from stepscope.attention.inputs import as_four_dims, default_scale
+from stepscope.attention.call import AttentionCall, Backend, BoundAttention
+from stepscope.attention.inputs import as_four_dims
 from stepscope.attention.preference import reason_against
 from stepscope.attention.specialized import (
     CAPABILITY,
@@ -27,110 +28,76 @@ from stepscope.torch_tools.derivatives import differentiable_once, transforms_ac
 from stepscope.torch_tools.triton_available import nvidia_capability
 
 if TYPE_CHECKING:
-    from stepscope.attention.rules import ScoreRules
     from stepscope.attention.triton.launch import Forward
 
-_CUDNN = "CUDNN_ATTENTION"
 
+class HopperAttention(Backend):
+    """Our forward kernel for Hopper, and cuDNN's backward kernel."""
 
-def hopper_attention(
-    q: Tensor,  # (..., heads, seq_q, d)
-    k: Tensor,  # (..., key heads, seq_k, d)
-    v: Tensor,  # (..., key heads, seq_k, d)
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    causal_align: str | None = None,
-    rules: ScoreRules | None = None,
-) -> Tensor:
-    """Compute attention. Inputs have been checked and are supported."""
-    differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if not differentiates or not ops.can_launch_directly(q, k, v):
-        return ops.triton_attention(
-            q, k, v, is_causal=is_causal, scale=scale, causal_align=causal_align, rules=rules
+    def attend(self, call: AttentionCall) -> Tensor:
+        q, k, v, is_causal, *_ = call
+        differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        if not differentiates or not ops.can_launch_directly(q, k, v):
+            return ops.TRITON.attend(call)
+        factor = call.factor
+        heads = [as_four_dims(x) for x in (q, k, v)]
+
+        def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return ops.launch_forward(q, k, v, is_causal, factor, 0)
+
+        out: Tensor = _CudnnBackward.apply(*heads, forward, (is_causal, factor))  # type: ignore[no-untyped-call]
+        return out.view(q.shape)
+
+    def bind(self, call: AttentionCall) -> BoundAttention:
+        """Compute once what follows from the shapes."""
+        if call.q.dim() != 4:
+            return super().bind(call)
+        settings = call.is_causal, call.factor
+        forward = ops.bound_forward(call.q, *settings, 0)
+        return ops.bound_attention(super().bind(call), forward, _CudnnBackward, settings)
+
+    def refuses(self, call: AttentionCall) -> str | None:
+        q, k, v, is_causal, scale, _, rules = call
+        if rules is not None:
+            return "cuDNN's backward kernel has no rules"
+        if torch.compiler.is_compiling() or transforms_active():
+            return "the compiler and transforms see other operators than those of the forward pass"
+        if nvidia_capability(q.device)[0] != CAPABILITY:
+            return f"it needs a Hopper GPU, and q is on {q.device}"
+        # Before what takes longer.
+        if q.element_size() != 2 or (q.shape[-1], is_causal) not in FORWARD:
+            return f"its forward kernel is for {KINDS}"
+        if torch.are_deterministic_algorithms_enabled():
+            return "cuDNN's backward kernel is not deterministic"
+        if is_causal and q.shape[-2] != k.shape[-2]:
+            return "cuDNN has one alignment of the causal mask"
+        if scale is not None and scale <= 0:
+            return "cuDNN has positive scales only"
+        q, k, v = map(ops.rows_contiguous, (q, k, v))
+        call = call._replace(q=q, k=k, v=v)
+        return ops.TRITON.refuses(call) or sdpa.refusal(SDPBackend.CUDNN_ATTENTION, call)
+
+    def leaves(self, call: AttentionCall) -> str | None:
+        """Return why another implementation is preferred: it was faster, or the forward kernel
+        would be another one, or slower than cuDNN's."""
+        from stepscope.attention.triton import specialized
+
+        q, k = as_four_dims(call.q), as_four_dims(call.k)
+        sizes = specialized.sizes_of(q, k, call.is_causal, 0)
+        reason = reason_against("hopper", sizes, q.element_size())
+        if reason is not None:
+            return reason
+        # Strides and addresses are not part of a cached decision: the forward decides on them.
+        reason = specialized.refuses(
+            q, k, causal=call.is_causal, shift=0, aligned=True, rules=False
         )
-    factor = default_scale(q) if scale is None else scale
-    heads = [as_four_dims(x) for x in (q, k, v)]
-
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.launch_forward(q, k, v, is_causal, factor, 0)
-
-    out: Tensor = _HopperAttention.apply(*heads, forward, (is_causal, factor))  # type: ignore[no-untyped-call]
-    return out.view(q.shape)
-
-
-def bind(
-    q: Tensor,
-    k: Tensor,  # noqa: ARG001
-    v: Tensor,  # noqa: ARG001
-    is_causal: bool,
-    scale: float | None,
-    causal_align: str | None,
-    rules: ScoreRules | None = None,  # noqa: ARG001
-) -> Callable[..., Tensor]:
-    """Return `hopper_attention` for inputs of these shapes, with what follows from the shapes
-    computed once."""
-    general = functools.partial(
-        hopper_attention, is_causal=is_causal, scale=scale, causal_align=causal_align
-    )
-    if q.dim() != 4:
-        return general
-    factor = default_scale(q) if scale is None else scale
-    forward = ops.bound_forward(q, is_causal, factor, 0)
-    return ops.bound_attention(general, forward, _HopperAttention, (is_causal, factor))
-
-
-def refuses(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    causal_align: str | None,
-    rules: ScoreRules | None = None,
-) -> str | None:
-    if rules is not None:
-        return "cuDNN's backward kernel has no rules"
-    if torch.compiler.is_compiling() or transforms_active():
-        return "the compiler and transforms see other operators than those of the forward pass"
-    if nvidia_capability(q.device)[0] != CAPABILITY:
-        return f"it needs a Hopper GPU, and q is on {q.device}"
-    # Before what takes longer.
-    if q.element_size() != 2 or (q.shape[-1], is_causal) not in FORWARD:
-        return f"its forward kernel is for {KINDS}"
-    if torch.are_deterministic_algorithms_enabled():
-        return "cuDNN's backward kernel is not deterministic"
-    if is_causal and q.shape[-2] != k.shape[-2]:
-        return "cuDNN has one alignment of the causal mask"
-    if scale is not None and scale <= 0:
-        return "cuDNN has positive scales only"
-    q, k, v = map(ops.rows_contiguous, (q, k, v))
-    inputs = (q, k, v, is_causal, scale, causal_align, rules)
-    return ops.refuses(*inputs) or sdpa.refusal(_CUDNN, *inputs)
-
-
-def leaves(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,  # noqa: ARG001
-    is_causal: bool,
-    *_: Any,
-) -> str | None:
-    """Return why another implementation is preferred: it was faster, or the forward kernel would be
-    another one, or slower than cuDNN's."""
-    from stepscope.attention.triton import specialized
-
-    q, k = as_four_dims(q), as_four_dims(k)
-    sizes = specialized.sizes_of(q, k, is_causal, 0)
-    reason = reason_against("hopper", sizes, q.element_size())
-    if reason is not None:
+        kernel = forward_kernel_of(sizes)
+        if reason is None and kernel is not None and speed_over("cudnn", sizes, kernel) < 1:
+            return "cuDNN's forward is faster: too many rows of the last query tile would be empty"
         return reason
-    # Strides and addresses are not part of a cached decision: the forward decides on them.
-    reason = specialized.refuses(q, k, causal=is_causal, shift=0, aligned=True, rules=False)
-    kernel = forward_kernel_of(sizes)
-    if reason is None and kernel is not None and speed_over("cudnn", sizes, kernel) < 1:
-        return "cuDNN's forward is faster: too many rows of the last query tile would be empty"
-    return reason
+
+
+HOPPER = HopperAttention()
 
 
 def _no_dropout(device: torch.device) -> Tensor:
@@ -145,7 +112,7 @@ def _zero(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
-class _HopperAttention(torch.autograd.Function):
+class _CudnnBackward(torch.autograd.Function):
     saves_output = True
 
     @staticmethod

@@ -4,31 +4,21 @@ argument and its value; implementations may trust inputs that passed."""
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from stepscope.attention.call import AttentionCall
 from stepscope.attention.masking import causal_offset
-
-if TYPE_CHECKING:
-    from stepscope.attention.rules import ScoreRules
 
 TINY_SCALE = 1e-30
 """Replaces a scale of zero, which would turn the -inf of a masked score into NaN."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def checked_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    causal_align: str | None,
-    rules: ScoreRules | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def checked_call(call: AttentionCall) -> AttentionCall:
     """Validate the inputs and cast them as autocast would, if it is on."""
+    q, k, v, is_causal, scale, causal_align, rules = call
     _check_tensor("q", q)
     if not _all_equal(q, k, v):
         _check_tensor("k", k)
@@ -44,12 +34,8 @@ def checked_inputs(
     if rules is not None:
         rules.check(q, k, is_causal, causal_align)
     if autocast_dtype(q) is None:
-        return q, k, v
-    return as_autocast_would(q), as_autocast_would(k), as_autocast_would(v)
-
-
-def default_scale(q: Tensor) -> float:
-    return 1.0 / math.sqrt(q.shape[-1])
+        return call
+    return call._replace(q=as_autocast_would(q), k=as_autocast_would(k), v=as_autocast_would(v))
 
 
 def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -18,20 +18,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from stepscope.attention.call import AttentionCall, Backend, BoundAttention
 from stepscope.attention.dropout import seeds_of
-from stepscope.attention.inputs import (
-    as_four_dims,
-    checked_inputs,
-    default_scale,
-    with_positive_scale,
-)
+from stepscope.attention.inputs import as_four_dims, checked_call, with_positive_scale
 from stepscope.attention.masking import causal_offset
 from stepscope.attention.preference import reason_against
 from stepscope.attention.specialized import Sizes
 from stepscope.attention.tiled import sink_gradient
 from stepscope.attention.tiles import MAX_HEAD
 from stepscope.attention.transforms import RULES_UNDER_TRANSFORMS, Passes, attend_under_transforms
-from stepscope.attention.visibility import Lengths, key_intervals, query_intervals
+from stepscope.attention.visibility import key_intervals, query_intervals
 from stepscope.torch_tools.derivatives import (
     differentiable_once,
     no_second_derivative,
@@ -288,53 +284,86 @@ def _attend_backward(
 _PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def triton_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    causal_align: str | None = None,
-    rules: ScoreRules | None = None,
-) -> Tensor:
-    """Compute attention with the Triton kernels. Inputs have been checked and are supported."""
-    q, factor = with_positive_scale(q, default_scale(q) if scale is None else scale)
-    if rules is not None:
-        return _attend_by_rules(q, k, v, is_causal, factor, causal_align, rules)
-    shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
-    if can_launch_directly(q, k, v):
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return FlashAttentionTriton.attend(q, k, v, is_causal, factor, shift)
-        q4, k4, v4 = as_four_dims(q), as_four_dims(k), as_four_dims(v)
-        return launch_forward(q4, k4, v4, is_causal, factor, shift)[0].view(q.shape)
-    if transforms_active():
-        return attend_under_transforms(q, k, v, _passes(is_causal, factor, shift))
-    heads = [as_four_dims(x) for x in (q, k, v)]
-    out: Tensor = flash_forward(*heads, is_causal, factor, shift)[0]
-    return out.view(q.shape)
+class TritonAttention(Backend):
+    """The Triton kernels."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        q, factor = with_positive_scale(call.q, call.factor)
+        if call.rules is not None:
+            return _attend_by_rules(call._replace(q=q, scale=factor), call.rules)
+        k, v, is_causal, shift = call.k, call.v, call.is_causal, call.shift
+        if can_launch_directly(q, k, v):
+            if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+                return FlashAttentionTriton.attend(q, k, v, is_causal, factor, shift)
+            q4, k4, v4 = as_four_dims(q), as_four_dims(k), as_four_dims(v)
+            return launch_forward(q4, k4, v4, is_causal, factor, shift)[0].view(q.shape)
+        if transforms_active():
+            return attend_under_transforms(q, k, v, _passes(is_causal, factor, shift))
+        heads = [as_four_dims(x) for x in (q, k, v)]
+        out: Tensor = flash_forward(*heads, is_causal, factor, shift)[0]
+        return out.view(q.shape)
+
+    def bind(self, call: AttentionCall) -> BoundAttention:
+        """Compute once what follows from the shapes."""
+        general, factor = super().bind(call), call.factor
+        if call.q.dim() != 4 or factor <= 0 or call.rules is not None:
+            return general
+        settings = call.is_causal, factor, call.shift
+        forward = bound_forward(call.q, *settings)
+        return bound_attention(general, forward, _BoundFlashAttention, settings)
+
+    def refuses(self, call: AttentionCall) -> str | None:
+        q, v, rules = call.q, call.v, call.rules
+        interpreted = is_interpreted()
+        if rules is not None and rules.bias is not None:
+            return "the kernels have no additive bias (ALiBi has alibi_slopes)"
+        if rules is not None and transforms_active():
+            return RULES_UNDER_TRANSFORMS
+        if q.device.type != "cuda" and not interpreted:
+            return (
+                f"q is on {q.device}: a Triton kernel needs a GPU (or TRITON_INTERPRET=1, slowly)"
+            )
+        if q.dtype == torch.float64:
+            return "q is float64: the kernels compute in float32"
+        if q.dtype == torch.bfloat16 and interpreted:
+            return "q is bfloat16: Triton's interpreter computes it wrongly; use float32 or float16"
+        if q.shape[-1] > MAX_HEAD:
+            return f"the head dimension is {q.shape[-1]}: at most {MAX_HEAD} is supported"
+        if v.shape[-1] != q.shape[-1]:
+            return (
+                f"the head dimension of v is {v.shape[-1]}, that of q {q.shape[-1]}: must be equal"
+            )
+        return None
+
+    def leaves(self, call: AttentionCall) -> str | None:
+        q, rules = call.q, call.rules
+        if q.device.type != "cuda":
+            return "on a CPU the kernels run in Triton's interpreter, which is for tests"
+        if rules is not None and (not rules.only_drops or rules.dropout_seed is not None):
+            # Other implementations read a mask of seq_q × seq_k, or do not support the rules.
+            return None
+        if rules is not None:
+            return "torch's kernels have dropout, and draw their random numbers faster"
+        if nvidia_capability(q.device)[0] != TUNED_CAPABILITY:
+            return f"its tiles are tuned for GPUs of compute capability {TUNED_CAPABILITY}"
+        repeatable = torch.are_deterministic_algorithms_enabled()
+        sizes = sizes_of(q, call.k, call.is_causal)
+        return reason_against("triton", sizes, q.element_size(), repeatable=repeatable)
+
+    def details(self, call: AttentionCall) -> str | None:
+        """Return which forward kernel runs on a GPU, and why not the other one."""
+        if call.q.device.type != "cuda":
+            return None
+        heads = [rows_contiguous(as_four_dims(x)) for x in call[:3]]
+        reason = _kernels().why_plain_forward(
+            *heads, causal=call.is_causal, shift=call.shift, rules=call.rules is not None
+        )
+        if reason is None:
+            return "its forward is the warp-specialized kernel for Hopper"
+        return f"its forward is not the warp-specialized kernel for Hopper: {reason}"
 
 
-def bind(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,  # noqa: ARG001
-    is_causal: bool,
-    scale: float | None,
-    causal_align: str | None,
-    rules: ScoreRules | None = None,
-) -> Callable[..., Tensor]:
-    """Return `triton_attention` for inputs of these shapes, with what follows from the shapes
-    computed once."""
-    general = functools.partial(
-        triton_attention, is_causal=is_causal, scale=scale, causal_align=causal_align
-    )
-    factor = default_scale(q) if scale is None else scale
-    if q.dim() != 4 or factor <= 0 or rules is not None:
-        return general
-    shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
-    forward = bound_forward(q, is_causal, factor, shift)
-    return bound_attention(general, forward, _BoundFlashAttention, (is_causal, factor, shift))
+TRITON = TritonAttention()
 
 
 def bound_forward(q: Tensor, is_causal: bool, scale: float, shift: int) -> Forward:
@@ -381,15 +410,9 @@ def bound_attention(
     return attend
 
 
-def _attend_by_rules(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float,
-    causal_align: str | None,
-    rules: ScoreRules,
-) -> Tensor:
+def _attend_by_rules(call: AttentionCall, rules: ScoreRules) -> Tensor:
+    q, k, v, is_causal, scale, causal_align, _ = call
+    assert scale is not None
     shift = 0
     if is_causal or rules.alibi_slopes is not None:
         shift = causal_offset(q.shape[-2], k.shape[-2], causal_align)
@@ -401,7 +424,7 @@ def _attend_by_rules(
     differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     of_keys, of_queries = None, None
     if rules.hides_keys:
-        lengths = Lengths.of(q, k, is_causal, causal_align)
+        lengths = call.lengths
         of_keys = key_intervals(rules, lengths)
         of_queries = query_intervals(rules, lengths) if differentiates else None
     seeds = seeds_of(rules, q.device)
@@ -415,83 +438,10 @@ def _attend_by_rules(
     return _attend(q, k, v, is_causal, scale, shift, *of_rules, direct=direct)[0]
 
 
-def refuses(
-    q: Tensor,
-    k: Tensor,  # noqa: ARG001
-    v: Tensor,
-    is_causal: bool,  # noqa: ARG001
-    scale: float | None,  # noqa: ARG001
-    causal_align: str | None,  # noqa: ARG001
-    rules: ScoreRules | None = None,
-) -> str | None:
-    interpreted = is_interpreted()
-    if rules is not None and rules.bias is not None:
-        return "the kernels have no additive bias (ALiBi has alibi_slopes)"
-    if rules is not None and transforms_active():
-        return RULES_UNDER_TRANSFORMS
-    if q.device.type != "cuda" and not interpreted:
-        return f"q is on {q.device}: a Triton kernel needs a GPU (or TRITON_INTERPRET=1, slowly)"
-    if q.dtype == torch.float64:
-        return "q is float64: the kernels compute in float32"
-    if q.dtype == torch.bfloat16 and interpreted:
-        return "q is bfloat16: Triton's interpreter computes it wrongly; use float32 or float16"
-    if q.shape[-1] > MAX_HEAD:
-        return f"the head dimension is {q.shape[-1]}: at most {MAX_HEAD} is supported"
-    if v.shape[-1] != q.shape[-1]:
-        return f"the head dimension of v is {v.shape[-1]}, that of q {q.shape[-1]}: must be equal"
-    return None
-
-
-def leaves(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,  # noqa: ARG001
-    is_causal: bool,
-    scale: float | None,  # noqa: ARG001
-    causal_align: str | None,  # noqa: ARG001
-    rules: ScoreRules | None = None,
-) -> str | None:
-    """Return why another implementation is preferred although the kernels support the input."""
-    if q.device.type != "cuda":
-        return "on a CPU the kernels run in Triton's interpreter, which is for tests"
-    if rules is not None and (not rules.only_drops or rules.dropout_seed is not None):
-        # Other implementations read a mask of seq_q × seq_k, or do not support the rules.
-        return None
-    if rules is not None:
-        return "torch's kernels have dropout, and draw their random numbers faster"
-    if nvidia_capability(q.device)[0] != TUNED_CAPABILITY:
-        return f"its tiles are tuned for GPUs of compute capability {TUNED_CAPABILITY}"
-    repeatable = torch.are_deterministic_algorithms_enabled()
-    sizes = sizes_of(q, k, is_causal)
-    return reason_against("triton", sizes, q.element_size(), repeatable=repeatable)
-
-
 def sizes_of(q: Tensor, k: Tensor, is_causal: bool) -> Sizes:
     """Return the sizes of inputs with any number of dimensions, all heads as those of one batch."""
     heads, key_heads = math.prod(q.shape[:-2]), math.prod(k.shape[:-2])
     return Sizes(1, heads, key_heads, q.shape[-2], k.shape[-2], q.shape[-1], is_causal)
-
-
-def details(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float | None,  # noqa: ARG001
-    causal_align: str | None,
-    rules: ScoreRules | None = None,
-) -> str | None:
-    """Return which forward kernel runs on a GPU, and why not the other one."""
-    if q.device.type != "cuda":
-        return None
-    heads = [rows_contiguous(as_four_dims(x)) for x in (q, k, v)]
-    shift = causal_offset(q.shape[-2], k.shape[-2], causal_align) if is_causal else 0
-    reason = _kernels().why_plain_forward(
-        *heads, causal=is_causal, shift=shift, rules=rules is not None
-    )
-    if reason is None:
-        return "its forward is the warp-specialized kernel for Hopper"
-    return f"its forward is not the warp-specialized kernel for Hopper: {reason}"
 
 
 class FlashAttentionTriton(torch.autograd.Function):
@@ -505,11 +455,11 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @classmethod
     def apply(cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        q, k, v = checked_inputs(q, k, v, is_causal, None, None)
-        refusal = refuses(q, k, v, is_causal, None, None)
+        call = checked_call(AttentionCall(q, k, v, is_causal))
+        refusal = TRITON.refuses(call)
         if refusal:
             raise ValueError(refusal)
-        return cls.attend(q, k, v, is_causal, default_scale(q), 0)
+        return cls.attend(*call[:4], call.factor, 0)
 
     @classmethod
     def attend(

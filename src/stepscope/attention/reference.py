@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stepscope.attention.call import AttentionCall, Backend
 from stepscope.attention.dropout import kept, seeds_of
-from stepscope.attention.inputs import default_scale, heads_per_key_head
-from stepscope.attention.masking import CausalMask
+from stepscope.attention.inputs import heads_per_key_head
 from stepscope.attention.visibility import Lengths, distances, visible_keys
 from stepscope.torch_tools.ranges import named
 
@@ -30,19 +30,29 @@ def reference_attention(
     rules: ScoreRules | None = None,
 ) -> Tensor:
     """Compute softmax(q kᵀ · scale) v with every intermediate in memory. Default scale: 1/√d."""
-    if rules is not None:
-        lengths = Lengths.of(q, k, is_causal, causal_align)
-        return _attend_by_rules(
-            q, k, v, default_scale(q) if scale is None else scale, lengths, rules
-        )
-    causal_mask = CausalMask.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
+    return _attend(AttentionCall(q, k, v, is_causal, scale, causal_align, rules))
+
+
+class _Reference(Backend):
+    def attend(self, call: AttentionCall) -> Tensor:
+        return _attend(call)
+
+
+REFERENCE = _Reference()
+
+
+def _attend(call: AttentionCall) -> Tensor:
+    q, k, v, *_ = call
+    if call.rules is not None:
+        return _attend_by_rules(q, k, v, call.factor, call.lengths, call.rules)
+    causal_mask = call.causal_mask
     # A softmax over no keys would be NaN, and so would its gradient.
     q_visible = q[..., causal_mask.fully_masked_rows :, :]
     group = heads_per_key_head(q, k)
     if group > 1:
         q_visible = torch.unflatten(q_visible, -3, (-1, group)).flatten(-3, -2)
     with named("scores"):
-        scores = q_visible @ k.transpose(-2, -1) * (default_scale(q) if scale is None else scale)
+        scores = q_visible @ k.transpose(-2, -1) * call.factor
     if group > 1:
         scores = torch.unflatten(scores, -2, (group, -1))
     if causal_mask.offset is not None:

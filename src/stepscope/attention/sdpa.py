@@ -6,7 +6,6 @@ A named backend is the only one enabled (`sdpa_kernel`), so that torch raises if
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,13 +16,12 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from stepscope.attention.call import AttentionCall, Backend, BoundAttention
 from stepscope.attention.inputs import as_four_dims, heads_per_key_head, with_positive_scale
-from stepscope.attention.masking import CausalMask
 from stepscope.attention.reference import changed_scores, reference_attention
 from stepscope.attention.visibility import Lengths, key_intervals
 
 if TYPE_CHECKING:
-    from stepscope.attention.registry import AttentionFunction, BoundAttention
     from stepscope.attention.rules import ScoreRules
 
 _HEADLINES = {
@@ -41,37 +39,26 @@ _CUDA_ONLY = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 _BOTTOM_RIGHT_BUILT_IN = (None, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
-def sdpa_attention(
-    q: Tensor,  # (..., heads, seq_q, d)
-    k: Tensor,  # (..., key heads, seq_k, d)
-    v: Tensor,  # (..., key heads, seq_k, d_v)
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    causal_align: str | None = None,
-    rules: ScoreRules | None = None,
-) -> Tensor:
-    """Compute softmax(q kᵀ · scale) v by torch's SDPA with the backend that torch chooses."""
-    return _attend(q, k, v, is_causal, scale, causal_align, rules, None)
+class _Sdpa(Backend):
+    """torch's SDPA with the backend that torch chooses."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        return _attend(call, None)
+
+    def refuses(self, call: AttentionCall) -> str | None:
+        return _refuses_rules(call.rules)
+
+    def bind(self, call: AttentionCall) -> BoundAttention:
+        """Return torch's function itself if it takes such inputs unchanged."""
+        supported = call.q.numel() and call.k.numel() and (call.scale is None or call.scale > 0)
+        if supported and call.rules is None:
+            torchs = _Arguments.of(call, None)
+            if torchs.q is call.q and torchs.k is call.k and torchs.mask is None:
+                return _torch_attention(torchs.is_causal, call.scale, torchs.is_grouped)
+        return super().bind(call)
 
 
-def bind(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    causal_align: str | None,
-    rules: ScoreRules | None = None,
-) -> BoundAttention:
-    """Return torch's function itself if it takes such inputs unchanged, else `sdpa_attention`."""
-    if q.numel() and k.numel() and (scale is None or scale > 0) and rules is None:
-        call = _Call.of(q, k, v, is_causal, causal_align, None, None)
-        if call.q is q and call.k is k and call.mask is None:
-            return _torch_attention(call.is_causal, scale, call.is_grouped)
-    return functools.partial(
-        sdpa_attention, is_causal=is_causal, scale=scale, causal_align=causal_align
-    )
+SDPA = _Sdpa()
 
 
 def _torch_attention(is_causal: bool, scale: float | None, is_grouped: bool) -> BoundAttention:
@@ -90,27 +77,21 @@ def _torch_attention(is_causal: bool, scale: float | None, is_grouped: bool) -> 
     return attend
 
 
-def backend_attention(name: str) -> AttentionFunction:
-    """Return SDPA restricted to one backend of torch's `SDPBackend`."""
-    backend = getattr(SDPBackend, name)
+class OneBackend(Backend):
+    """torch's SDPA restricted to one backend of torch's `SDPBackend`."""
 
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        is_causal: bool = False,
-        scale: float | None = None,
-        causal_align: str | None = None,
-        rules: ScoreRules | None = None,
-    ) -> Tensor:
-        with sdpa_kernel(backend):
-            return _attend(q, k, v, is_causal, scale, causal_align, rules, backend)
+    def __init__(self, name: str) -> None:
+        self._backend = getattr(SDPBackend, name)
 
-    return attend
+    def attend(self, call: AttentionCall) -> Tensor:
+        with sdpa_kernel(self._backend):
+            return _attend(call, self._backend)
+
+    def refuses(self, call: AttentionCall) -> str | None:
+        return refusal(self._backend, call)
 
 
-def refuses_rules(rules: ScoreRules | None) -> str | None:
+def _refuses_rules(rules: ScoreRules | None) -> str | None:
     """Return which rule torch's SDPA does not have. The others become a mask in memory."""
     if rules is not None and rules.softcap is not None:
         return "torch's SDPA has no soft-capping"
@@ -121,50 +102,32 @@ def refuses_rules(rules: ScoreRules | None) -> str | None:
     return None
 
 
-def refusal(
-    name: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    causal_align: str | None,
-    rules: ScoreRules | None = None,
-) -> str | None:
+def refusal(backend: Any, call: AttentionCall) -> str | None:
     """Return why that backend does not support this input, with torch's own message if there is
     one."""
-    del scale
-    backend = getattr(SDPBackend, name)
-    if reason := refuses_rules(rules):
+    if reason := _refuses_rules(call.rules):
         return reason
     # Under the compiler support cannot be queried; torch raises when the graph runs.
     if backend == SDPBackend.MATH or torch.compiler.is_compiling():
         return None
-    if backend in _CUDA_ONLY and q.device.type != "cuda":
-        return f"torch has this backend for CUDA only, and q is on {q.device}"
-    call = _Call.of(q, k, v, is_causal, causal_align, rules, backend)
-    if q.device.type == "cuda" and _CAN_USE[backend](call.params()):
+    device = call.q.device
+    if backend in _CUDA_ONLY and device.type != "cuda":
+        return f"torch has this backend for CUDA only, and q is on {device}"
+    torchs = _Arguments.of(call, backend)
+    if device.type == "cuda" and _CAN_USE[backend](torchs.params()):
         return None
     with warnings.catch_warnings(record=True) as caught, sdpa_kernel(backend):
         warnings.simplefilter("always")
         try:
-            choice = call.choice()
+            choice = torchs.choice()
         except RuntimeError as error:
             reasons = _reasons([str(w.message) for w in caught], backend)
-            return reasons or f"torch has no such kernel for {q.dtype} on {q.device} ({error})"
+            return reasons or f"torch has no such kernel for {call.q.dtype} on {device} ({error})"
     return None if choice == int(backend) else f"torch would use {SDPBackend(choice).name} instead"
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    causal_align: str | None,
-    rules: ScoreRules | None,
-    backend: SDPBackend | None,
-) -> Tensor:
+def _attend(call: AttentionCall, backend: SDPBackend | None) -> Tensor:
+    q, k, v, is_causal, scale, causal_align, rules = call
     if not q.numel() or not k.numel():
         # Nothing to compute, and torch's CPU kernel crashes with a division by zero heads.
         return reference_attention(
@@ -172,25 +135,25 @@ def _attend(
         )
     if scale is not None:
         q, scale = with_positive_scale(q, scale)
-    call = _Call.of(q, k, v, is_causal, causal_align, rules, backend)
+    torchs = _Arguments.of(call._replace(q=q), backend)
     out = functional.scaled_dot_product_attention(
-        call.q,
-        call.k,
-        call.v,
-        attn_mask=call.mask,
-        dropout_p=call.dropout,
-        is_causal=call.is_causal,
+        torchs.q,
+        torchs.k,
+        torchs.v,
+        attn_mask=torchs.mask,
+        dropout_p=torchs.dropout,
+        is_causal=torchs.is_causal,
         scale=scale,
-        enable_gqa=call.is_grouped,
+        enable_gqa=torchs.is_grouped,
     )
-    if call.empty_rows is not None:
-        out = out.masked_fill(call.empty_rows, 0.0)
-    if call.fully_masked_rows:
-        out = functional.pad(out, (0, 0, call.fully_masked_rows, 0))
+    if torchs.empty_rows is not None:
+        out = out.masked_fill(torchs.empty_rows, 0.0)
+    if torchs.fully_masked_rows:
+        out = functional.pad(out, (0, 0, torchs.fully_masked_rows, 0))
     return out if q.dim() == 4 else out.reshape(*q.shape[:-1], v.shape[-1])
 
 
-class _Call(NamedTuple):
+class _Arguments(NamedTuple):
     """Arguments of an equivalent call of torch's SDPA: 4-D, and no row without a visible key."""
 
     q: Tensor
@@ -205,26 +168,17 @@ class _Call(NamedTuple):
     dropout: float = 0.0
 
     @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        is_causal: bool,
-        causal_align: str | None,
-        rules: ScoreRules | None,
-        backend: SDPBackend | None,
-    ) -> _Call:
+    def of(cls, call: AttentionCall, backend: SDPBackend | None) -> _Arguments:
+        q, k, v, is_causal, _, _, rules = call
         dropout = 0.0 if rules is None else rules.dropout or 0.0
         if rules is not None and not rules.only_drops:
-            lengths = Lengths.of(q, k, is_causal, causal_align)
-            mask_of_rules, empty = _mask_of_rules(q, lengths, rules)
+            mask_of_rules, empty = _mask_of_rules(q, call.lengths, rules)
             q, k, v = as_four_dims(q), as_four_dims(k), as_four_dims(v)
             return cls(q, k, v, mask_of_rules, False, 0, empty, dropout)
         mask: Tensor | None = None
         fully_masked_rows = 0
         if is_causal and q.shape[-2] != k.shape[-2]:
-            causal_mask = CausalMask.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
+            causal_mask = call.causal_mask
             fully_masked_rows = causal_mask.fully_masked_rows
             q = q[..., fully_masked_rows:, :]
             if causal_mask.offset == 0:

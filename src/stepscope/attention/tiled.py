@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from stepscope.attention.call import AttentionCall, Backend, default_scale
 from stepscope.attention.dropout import kept, seeds_of
-from stepscope.attention.inputs import checked_inputs, default_scale, heads_per_key_head
+from stepscope.attention.inputs import checked_call, heads_per_key_head
 from stepscope.attention.masking import CausalMask, causal_offset, tiles
 from stepscope.attention.transforms import RULES_UNDER_TRANSFORMS, Passes, attend_under_transforms
 from stepscope.attention.visibility import Lengths, key_intervals
@@ -56,10 +57,10 @@ class FlashAttentionTorch(torch.autograd.Function):
         scale: float | None = None,
         causal_align: str | None = None,
     ) -> Tensor:
-        q, k, v = checked_inputs(q, k, v, is_causal, scale, causal_align)
+        call = checked_call(AttentionCall(q, k, v, is_causal, scale, causal_align))
         if transforms_active():
-            return attend_under_transforms(q, k, v, _passes(q, k, is_causal, scale, causal_align))
-        return cls.attend(q, k, v, is_causal, scale, causal_align)
+            return attend_under_transforms(*call[:3], _passes(call))
+        return cls.attend(*call[:-1])
 
     @classmethod
     def attend(cls, *arguments: Any) -> Tensor:
@@ -116,11 +117,8 @@ def sink_gradient(sinks: Tensor, log_sum_exp: Tensor, delta: Tensor) -> Tensor:
     return -(probs * delta).sum((0, 2)).to(sinks.dtype)
 
 
-def _passes(
-    q: Tensor, k: Tensor, is_causal: bool, scale: float | None, causal_align: str | None
-) -> Passes:
-    causal_mask = CausalMask.of(q.shape[-2], k.shape[-2], is_causal, causal_align)
-    factor = default_scale(q) if scale is None else scale
+def _passes(call: AttentionCall) -> Passes:
+    causal_mask, factor = call.causal_mask, call.factor
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return _without_autocast(forward_by_tiles, q, k, v, factor, TileRules(causal_mask))
@@ -143,39 +141,22 @@ def _without_autocast(
         return run(q, *rest)
 
 
-def tiled_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    causal_align: str | None = None,
-    rules: ScoreRules | None = None,
-) -> Tensor:
-    """Compute softmax(q kᵀ · scale) v by `FlashAttentionTorch`."""
-    if rules is None:
-        return FlashAttentionTorch.apply(q, k, v, is_causal, scale, causal_align)
-    seeds = seeds_of(rules, q.device)
-    settings = (is_causal, scale, causal_align, rules, seeds, rules.sinks)
-    return FlashAttentionTorch.attend(q, k, v, *settings)
+class _Tiled(Backend):
+    def attend(self, call: AttentionCall) -> Tensor:
+        if call.rules is None:
+            return FlashAttentionTorch.apply(*call[:-1])
+        seeds = seeds_of(call.rules, call.q.device)
+        return FlashAttentionTorch.attend(*call, seeds, call.rules.sinks)
+
+    def refuses(self, call: AttentionCall) -> str | None:
+        if call.rules is not None and call.rules.bias is not None:
+            return "it has no additive bias (ALiBi has alibi_slopes)"
+        if call.rules is not None and transforms_active():
+            return RULES_UNDER_TRANSFORMS
+        return None
 
 
-def refuses(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    causal_align: str | None,
-    rules: ScoreRules | None = None,
-) -> str | None:
-    del q, k, v, is_causal, scale, causal_align
-    if rules is not None and rules.bias is not None:
-        return "it has no additive bias (ALiBi has alibi_slopes)"
-    if rules is not None and transforms_active():
-        return RULES_UNDER_TRANSFORMS
-    return None
+TILED = _Tiled()
 
 
 @dataclass(frozen=True)

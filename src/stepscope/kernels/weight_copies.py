@@ -16,9 +16,9 @@ compares them with the weights before each replay (`written_casts`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,13 +31,25 @@ from stepscope.kernels.fp8.reference import DTYPES
 from stepscope.kernels.launch import kernels_take
 from stepscope.kernels.loss_chunks import matmul_columns
 
-if TYPE_CHECKING:
-    from stepscope.kernels.fp8.layers import Fp8Layers
-
 Weights = tuple[Tensor, ...]
 _Key = tuple[Recipe | None, bool, tuple[int, ...]]
 """The recipe of copies in FP8 and whether the weights are stored transposed; and their identities.
 """
+
+
+class Fp8Choice(Protocol):
+    """Runs linear layers in FP8, or returns None for those that stay: `fp8.layers.Fp8Layers`."""
+
+    @property
+    def notes_amax(self) -> bool: ...
+
+    @property
+    def linear(self) -> Callable[..., Tensor | None]: ...
+
+    @property
+    def mlp(self) -> Callable[..., Tensor | None]: ...
+
+    def left(self, weight: Tensor, reason: str) -> None: ...
 
 
 class WeightCopies:
@@ -52,7 +64,7 @@ class WeightCopies:
     def __init__(
         self,
         cached: Iterable[Tensor] | None = None,
-        fp8: Fp8Layers | None = None,
+        fp8: Fp8Choice | None = None,
         *,
         keep: bool = True,
     ) -> None:
@@ -73,7 +85,7 @@ class WeightCopies:
         """Whether norms should compute the largest magnitudes that casts to FP8 need."""
         return self.fp8 is not None and self.fp8.notes_amax
 
-    def shared(self, fp8: Fp8Layers | None) -> WeightCopies:
+    def shared(self, fp8: Fp8Choice | None) -> WeightCopies:
         """Return the same copies for a model that may have other layers in FP8."""
         view = WeightCopies(fp8=fp8, keep=self.keeps)
         view._cached, view._groups, view._positions = self._cached, self._groups, self._positions
@@ -233,7 +245,7 @@ class WeightCopies:
 
     def __reduce__(
         self,
-    ) -> tuple[type[WeightCopies], tuple[None, Fp8Layers | None], dict[str, bool]]:
+    ) -> tuple[type[WeightCopies], tuple[None, Fp8Choice | None], dict[str, bool]]:
         """Pickle and copy as empty: the copies belong to these weights."""
         return WeightCopies, (None, self.fp8), {"keeps": self.keeps, "reads": self.reads}
 

@@ -181,7 +181,8 @@ class TransformerLM(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TransformerLM:
         """Move the model; the layers in FP8 then have new parameters."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.set_fp8(self.copies.fp8)
+        if isinstance(self.copies.fp8, Fp8Layers):
+            self.set_fp8(self.copies.fp8)
         return self
 
     def set_fused(self, on: bool) -> None:

@@ -99,11 +99,7 @@ def _rounded_stochastically(x, noise):
 
 @triton.jit
 def _update(
-    parameter,
-    gradient,
-    mean,
-    square,
-    copy,
+    tensors,
     settings,
     amax,
     has_amax,
@@ -116,6 +112,7 @@ def _update(
     AMAX: tl.constexpr,
 ):
     """Apply the rule of `optim.adamw`, in its order, to the elements `at`; blocks are (BLOCK,)."""
+    parameter, gradient, mean, square, copy = tensors
     decay, mean_share = tl.load(settings), tl.load(settings + 1)
     square_kept, square_share = tl.load(settings + 2), tl.load(settings + 3)
     eps, step_size, root_bias = tl.load(settings + 4), tl.load(settings + 5), tl.load(settings + 6)
@@ -205,31 +202,14 @@ def adamw_table_kernel(
         updates = tl.load(skip) == 0
         elements = tl.where(updates, elements, 0)
         has_amax = has_amax & updates
-    _piece(
-        parameter,
-        gradient,
-        mean,
-        square,
-        copy,
-        own_settings,
-        address.to(tl.pointer_type(tl.float32)),
-        has_amax,
-        start,
-        elements,
-        seed,
-        CHANCE,
-        COPIED,
-        AMAX,
-    )
+    tensors = (parameter, gradient, mean, square, copy)
+    amax = address.to(tl.pointer_type(tl.float32))
+    _piece(tensors, own_settings, amax, has_amax, start, elements, seed, CHANCE, COPIED, AMAX)
 
 
 @triton.jit
 def _piece(
-    parameter,
-    gradient,
-    mean,
-    square,
-    copy,
+    tensors,
     settings,
     amax,
     has_amax,
@@ -245,42 +225,10 @@ def _piece(
     offs = start + tl.arange(0, _BLOCK)
     # Full blocks need no mask, and only loads without a mask are 16 bytes wide.
     if start + _BLOCK <= elements:
-        _update(
-            parameter,
-            gradient,
-            mean,
-            square,
-            copy,
-            settings,
-            amax,
-            has_amax,
-            offs,
-            offs,
-            seed,
-            False,
-            CHANCE,
-            COPIED,
-            AMAX,
-        )
+        _update(tensors, settings, amax, has_amax, offs, offs, seed, False, CHANCE, COPIED, AMAX)
     else:
         mask = offs < elements
-        _update(
-            parameter,
-            gradient,
-            mean,
-            square,
-            copy,
-            settings,
-            amax,
-            has_amax,
-            offs,
-            mask,
-            seed,
-            True,
-            CHANCE,
-            COPIED,
-            AMAX,
-        )
+        _update(tensors, settings, amax, has_amax, offs, mask, seed, True, CHANCE, COPIED, AMAX)
 
 
 @triton.jit(do_not_specialize=["row"])
@@ -299,22 +247,8 @@ def adamw_one_kernel(
 ):
     start = tl.program_id(0).to(tl.int64) * _BLOCK
     own_settings = settings + row * _SETTINGS
-    _piece(
-        parameter,
-        gradient,
-        mean,
-        square,
-        copy,
-        own_settings,
-        amax,
-        True,
-        start,
-        elements,
-        0,
-        False,
-        COPIED,
-        AMAX,
-    )
+    tensors = (parameter, gradient, mean, square, copy)
+    _piece(tensors, own_settings, amax, True, start, elements, 0, False, COPIED, AMAX)
 
 
 class Table:

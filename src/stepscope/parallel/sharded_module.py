@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,22 @@ from torch.utils._pytree import tree_leaves, tree_map
 from stepscope.parallel.guard import NotCopied
 from stepscope.parallel.sharded_parameter import Gather, ShardedParameter
 
-if TYPE_CHECKING:
-    from stepscope.parallel.fsdp import FSDP
-
 COPY_HINT = (
     "for averages of weights copy its parameters(); for a model of one process load"
     " gather_full_params() into a new module"
 )
+
+
+class Root(Protocol):
+    """The model, wrapped by FSDP, that a module is a part of."""
+
+    @property
+    def sharded(self) -> dict[nn.Parameter, ShardedParameter]: ...
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None: ...
+
+    def used(self, shard: ShardedParameter) -> None: ...
 
 
 class Unit(NotCopied):
@@ -32,7 +41,7 @@ class Unit(NotCopied):
     label = "a module wrapped by FSDP"
     instead = COPY_HINT
 
-    def __init__(self, owner: nn.Module, root: FSDP) -> None:
+    def __init__(self, owner: nn.Module, root: Root) -> None:
         self._root = root
         self._runs: list[Run] = []
         owner.register_forward_pre_hook(self._before, with_kwargs=True)

@@ -77,8 +77,8 @@ def bytes_(n: float, digits: int = 3) -> str:
     return _scaled(n, _pick(n, _SIZES, 1024, digits), digits)
 
 
-def rate(value: float, unit: str, digits: int = 3) -> str:
-    return _scaled(value, _pick(value, _rates(unit), 1000, digits), digits)
+def rate(value: float, unit: str) -> str:
+    return _scaled(value, _pick(value, _rates(unit), 1000, 3), 3)
 
 
 def percent(fraction: Share) -> str:

@@ -38,8 +38,9 @@ from stepscope.acceleration.passes.matching import (
     writes_between,
 )
 from stepscope.acceleration.passes.positions import HIDDEN
+from stepscope.attention.call import AttentionCall
 from stepscope.attention.inputs import as_autocast_would, with_positive_scale
-from stepscope.attention.ops import flash_forward, refuses
+from stepscope.attention.ops import TRITON, flash_forward
 from stepscope.attention.rules import ScoreRules
 from stepscope.attention.visibility import Lengths, key_intervals, query_intervals
 
@@ -167,7 +168,8 @@ def _kernels_support(call: _Call) -> bool:
     if q.device.type != "cuda":
         return False
     q, k, v = (as_autocast_would(x) for x in (q, k, v))
-    return refuses(q, k, v, call.rules.is_causal, call.scale, None) is None
+    attention = AttentionCall(q, k, v, call.rules.is_causal, call.scale)
+    return TRITON.refuses(attention) is None
 
 
 def _intervals(

@@ -18,7 +18,7 @@ from stepscope.analysis.advice.pieces import (
     ROTARY,
     group_of,
 )
-from stepscope.analysis.kernels.names import MEMORY_BOUND
+from stepscope.analysis.kernels.classes import MEMORY_BOUND
 from stepscope.analysis.trace.summary import Summary, Use
 
 _DIGITS = re.compile(r"\d+")

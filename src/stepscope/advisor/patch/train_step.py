@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from stepscope.advisor.patch.sites import Site
+from stepscope.advisor.patch.sites import Place, Site, Sites
 from stepscope.advisor.patch.source import CannotEditError, Source
 
-if TYPE_CHECKING:
-    from stepscope.advisor.patch.edits import Edits
-
 _LEAVES = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Break, ast.Continue)
+
+
+class Edits(Protocol):
+    """The sites of a program and its files."""
+
+    @property
+    def sites(self) -> Sites: ...
+
+    def source(self, place: Place) -> Source: ...
 
 
 def use_train_step(edits: Edits, dtype: str) -> None:

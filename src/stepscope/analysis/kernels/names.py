@@ -8,26 +8,13 @@ contain is empty. `describe` takes the name of a kernel, `describe_operator` tha
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
+from stepscope.analysis.kernels.classes import Class
 from stepscope.analysis.kernels.matmuls import matmul
 from stepscope.analysis.kernels.operators import inductor_class, inductor_parts, operator_class
 from stepscope.analysis.kernels.words import class_in, demangled, library, word_class
 
-Class = Literal[
-    "matmul",
-    "attention",
-    "softmax",
-    "reduction",
-    "elementwise",
-    "copy/cast",
-    "optimizer",
-    "communication",
-    "other",
-]
-CLASSES: tuple[Class, ...] = get_args(Class)
-MEMORY_BOUND: tuple[Class, ...] = ("elementwise", "reduction", "softmax", "copy/cast")
-"""Classes of memory-bound kernels."""
 FILL = "Memset"
 Role = Literal["", "forward", "backward", "dX", "dW"]
 

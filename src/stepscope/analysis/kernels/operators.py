@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from stepscope.analysis.kernels.names import Class
+from stepscope.analysis.kernels.classes import Class
 
 _NAMES: dict[Class, str] = {
     "matmul": (

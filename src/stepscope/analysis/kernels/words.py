@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from stepscope.analysis.kernels.names import Class
+from stepscope.analysis.kernels.classes import Class
 
 _WORDS: dict[Class, str] = {
     "communication": (

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from stepscope.analysis.kernels.names import CLASSES, Class, Description
+from stepscope.analysis.kernels.classes import CLASSES, Class
+from stepscope.analysis.kernels.names import Description
 from stepscope.analysis.kernels.operators import named_class
 from stepscope.analysis.trace.host import BACKWARD, Host
 from stepscope.analysis.trace.model import Ints, Trace

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepscope.analysis.kernels.names import CLASSES
+from stepscope.analysis.kernels.classes import CLASSES
 from stepscope.analysis.trace.model import Ints, Message, Trace, ints
 from stepscope.analysis.trace.nesting import NO_SPAN
 from stepscope.analysis.trace.statistics import Instances, instances

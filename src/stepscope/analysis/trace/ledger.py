@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stepscope.analysis.kernels.names import CLASSES
+from stepscope.analysis.kernels.classes import CLASSES
 from stepscope.analysis.trace.host import PHASES, UNKNOWN
 from stepscope.analysis.trace.intervals import gaps, overlap, own_lengths, union
 from stepscope.analysis.trace.model import Ints

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from stepscope.analysis.kernels.names import CLASSES, FILL, MEMORY_BOUND
+from stepscope.analysis.kernels.classes import CLASSES, MEMORY_BOUND
+from stepscope.analysis.kernels.names import FILL
 from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.statistics import Instances
 from stepscope.analysis.trace.summary import Runs

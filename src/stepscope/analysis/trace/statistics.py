@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stepscope.analysis.kernels.names import CLASSES, Description, linear_role
+from stepscope.analysis.kernels.classes import CLASSES
+from stepscope.analysis.kernels.names import Description, linear_role
 from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.model import Ints
 from stepscope.analysis.trace.nesting import NO_SPAN

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 
 from stepscope.analysis.trace.files import read_trace
@@ -27,12 +26,10 @@ def summarize_file(path: Path) -> Summary:
     return summarize(read_trace(path), str(path))
 
 
-def summarize(
-    trace: Trace, where: str = "the trace", *, leave_out: Collection[int] = ()
-) -> Summary:
-    """Summarize a trace, without the steps at the indices in `leave_out`."""
+def summarize(trace: Trace, where: str = "the trace") -> Summary:
+    """Summarize a trace."""
     work = device_work(trace)
-    steps = tuple(s for index, s in enumerate(find_steps(work)) if index not in leave_out)
+    steps = tuple(find_steps(work))
     return summarize_work(work, steps, where)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stepscope.analysis.kernels.names import CLASSES
+from stepscope.analysis.kernels.classes import CLASSES
 from stepscope.analysis.trace.host import PHASES, UNKNOWN
 from stepscope.analysis.trace.intervals import gaps, union
 from stepscope.analysis.trace.ledger import CAUSES, gap_causes, waits

@@ -8,7 +8,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from stepscope.analysis.kernels.names import CLASSES, Description, describe, describe_operator
+from stepscope.analysis.kernels.classes import CLASSES
+from stepscope.analysis.kernels.names import Description, describe, describe_operator
 from stepscope.analysis.trace.classes import classes
 from stepscope.analysis.trace.host import BACKWARD, GRAPH, OPTIMIZER, UNKNOWN, Host, read_host
 from stepscope.analysis.trace.model import NO_NUMBER, Ints, Kernels, Trace

@@ -47,8 +47,7 @@ from stepscope.attention.triton.softmax import divide_by_sums, exponential, prob
 @triton.jit
 def _accumulate_dq(
     b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta,
-    k, k_e, v, v_e,
-    k_strides, v_strides, batch, key_head, start_m, start, stop, scale, B, N, D, shift,
+    keys, values, batch, key_head, start_m, start, stop, scale, shift,
     bounds, softcap, slope, source, dropout,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
@@ -65,38 +64,10 @@ def _accumulate_dq(
             start_n = past_full_tiles(position, bounds)
         # b_k and b_v: (BLOCK_N, BLOCK_D) and (BLOCK_N, BLOCK_E)
         b_k = load_tile(
-            k,
-            k_e,
-            k_strides,
-            batch,
-            key_head,
-            start_n,
-            N,
-            D,
-            B,
-            BLOCK_N,
-            BLOCK_D,
-            BLOCK_E,
-            PLANES,
-            MASKED,
-            TMA,
+            keys, (batch, key_head, start_n), BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA
         )
         b_v = load_tile(
-            v,
-            v_e,
-            v_strides,
-            batch,
-            key_head,
-            start_n,
-            N,
-            D,
-            B,
-            BLOCK_N,
-            BLOCK_D,
-            BLOCK_E,
-            PLANES,
-            MASKED,
-            TMA,
+            values, (batch, key_head, start_n), BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA
         )
         b_s = outer_dot(b_q, b_k, BLOCK_E, PLANES, PRECISION)  # (BLOCK_M, BLOCK_N)
         if softcap is not None:
@@ -117,7 +88,7 @@ def _accumulate_dq(
             if bounds is not None:
                 mask_s = within(offs_n[None, :], bounds, 1)
             else:
-                mask_s = (offs_n < N)[None, :]
+                mask_s = (offs_n < keys[4])[None, :]
                 if CAUSAL:
                     offs_m = start_m + tl.arange(0, BLOCK_M)
                     mask_s = mask_s & (offs_n[None, :] <= offs_m[:, None] + shift)
@@ -162,66 +133,21 @@ def query_kernel(
     key_head = head // G
     start_m = pid_m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    k_strides = (k_stride_b, k_stride_h, k_stride_n)
-    v_strides = (v_stride_b, v_stride_h, v_stride_n)
+    keys = (k, k_e, (k_stride_b, k_stride_h, k_stride_n), B, N, D)
+    values = (v, v_e, (v_stride_b, v_stride_h, v_stride_n), B, N, D)
     # b_do, b_o and b_q: (BLOCK_M, BLOCK_D) and (BLOCK_M, BLOCK_E)
-    b_do = load_tile(
-        grad,
-        grad_e,
-        (g_stride_b, g_stride_h, g_stride_m),
-        batch,
-        head,
-        start_m,
-        M,
-        D,
-        B,
-        BLOCK_M,
-        BLOCK_D,
-        BLOCK_E,
-        PLANES,
-        True,
-        TMA,
-    )
+    grads = (grad, grad_e, (g_stride_b, g_stride_h, g_stride_m), B, M, D)
+    b_do = load_tile(grads, (batch, head, start_m), BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA)
     b_do = in_registers(b_do, dq, HOLD)
-    b_o = load_tile(
-        o,
-        o,
-        (o_stride_b, o_stride_h, o_stride_m),
-        batch,
-        head,
-        start_m,
-        M,
-        D,
-        B,
-        BLOCK_M,
-        BLOCK_D,
-        BLOCK_E,
-        1,
-        True,
-        False,
-    )
+    outputs = (o, o, (o_stride_b, o_stride_h, o_stride_m), B, M, D)
+    b_o = load_tile(outputs, (batch, head, start_m), BLOCK_M, BLOCK_D, BLOCK_E, 1, True, False)
     offs_bh = pid_bh.to(tl.int64) * M
     b_delta = row_sums(b_o[0], sum_planes(b_do, PLANES), EXACT)
     if BLOCK_E > 0:
         b_delta += row_sums(b_o[3], b_do[3], EXACT)
     tl.store(delta + offs_bh + offs_m, b_delta, mask=offs_m < M)
-    b_q = load_tile(
-        q,
-        q_e,
-        (q_stride_b, q_stride_h, q_stride_m),
-        batch,
-        head,
-        start_m,
-        M,
-        D,
-        B,
-        BLOCK_M,
-        BLOCK_D,
-        BLOCK_E,
-        PLANES,
-        True,
-        TMA,
-    )
+    queries = (q, q_e, (q_stride_b, q_stride_h, q_stride_m), B, M, D)
+    b_q = load_tile(queries, (batch, head, start_m), BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA)
     b_q = in_registers(b_q, dq, HOLD)
     b_lse = tl.load(lse + offs_bh + offs_m, mask=offs_m < M, other=0.0)  # (BLOCK_M,)
     slope = None
@@ -247,18 +173,15 @@ def query_kernel(
         b_p_sum = exponential(tl.load(sinks + head) - b_lse, EXACT)
         b_p_sum = tl.where(b_lse == float("-inf"), 0.0, b_p_sum)
         b_ds_sum = -b_p_sum * b_delta
-    b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e = _accumulate_dq(
-        b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta, k, k_e,
-        v, v_e, k_strides, v_strides, batch, key_head, start_m, n_start, n_full, scale, B, N, D,
-        shift, bounds, softcap, slope, source, dropout,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, False, WHOLE, TMA, PRECISION, EXACT,
-    )  # fmt: skip
-    b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e = _accumulate_dq(
-        b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta, k, k_e,
-        v, v_e, k_strides, v_strides, batch, key_head, start_m, n_masked, n_end, scale, B, N, D,
-        shift, bounds, softcap, slope, source, dropout,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, True, WHOLE, TMA, PRECISION, EXACT,
-    )  # fmt: skip
+    for MASKED in tl.static_range(2):
+        start, stop = (n_masked, n_end) if MASKED else (n_start, n_full)
+        b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e = _accumulate_dq(
+            b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta,
+            keys, values, batch, key_head, start_m, start, stop, scale, shift,
+            bounds, softcap, slope, source, dropout,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, MASKED, WHOLE,
+            TMA, PRECISION, EXACT,
+        )  # fmt: skip
     if EXACT and not WHOLE:
         b_factor = divide_by_sums(tl.full([BLOCK_M], 1.0, dtype=tl.float32), b_p_sum, EXACT)
         b_ds_sum *= b_factor
@@ -267,27 +190,16 @@ def query_kernel(
         b_dq = (b_dq - b_ds_sum[:, None] * b_mean_k) * b_factor[:, None]
         if BLOCK_E > 0:
             b_dq_e = (b_dq_e - b_ds_sum[:, None] * b_mean_k_e) * b_factor[:, None]
+    grads_q = (dq, (dq_stride_b, dq_stride_h, dq_stride_m), M, D)
     store_tile(
-        dq,
-        b_dq * scale,
-        b_dq_e * scale,
-        (dq_stride_b, dq_stride_h, dq_stride_m),
-        batch,
-        head,
-        start_m,
-        M,
-        D,
-        BLOCK_M,
-        BLOCK_D,
-        BLOCK_E,
+        grads_q, (batch, head, start_m), b_dq * scale, b_dq_e * scale, BLOCK_M, BLOCK_D, BLOCK_E
     )
 
 
 @triton.jit
 def _accumulate_dk_dv(
-    b_dk, b_dk_e, b_dv, b_dv_e, b_k, b_v, q, q_e, grad, grad_e,
-    lse, delta, factor, ds_sum, q_strides, g_strides,
-    batch, head, start_n, start, stop, scale, B, M, N, D, shift,
+    b_dk, b_dk_e, b_dv, b_dv_e, b_k, b_v, queries, grads, lse, delta, factor, ds_sum,
+    batch, head, start_n, start, stop, scale, M, N, shift,
     bounds, softcap, slope, source, dropout,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr,
@@ -305,21 +217,7 @@ def _accumulate_dk_dv(
         offs_m = start_m + tl.arange(0, BLOCK_M)
         # b_q and b_do: (BLOCK_M, BLOCK_D) and (BLOCK_M, BLOCK_E)
         b_q = load_tile(
-            q,
-            q_e,
-            q_strides,
-            batch,
-            head,
-            start_m,
-            M,
-            D,
-            B,
-            BLOCK_M,
-            BLOCK_D,
-            BLOCK_E,
-            PLANES,
-            True,
-            TMA,
+            queries, (batch, head, start_m), BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA
         )
         # Rows past M have probability 0, whatever a rule makes of their scores.
         b_lse = tl.load(lse + offs_m, mask=offs_m < M, other=float("inf"))  # (BLOCK_M,)
@@ -348,21 +246,7 @@ def _accumulate_dk_dv(
         elif EXACT:
             b_p *= tl.load(factor + offs_m, mask=offs_m < M, other=0.0)[None, :]
         b_do = load_tile(
-            grad,
-            grad_e,
-            g_strides,
-            batch,
-            head,
-            start_m,
-            M,
-            D,
-            B,
-            BLOCK_M,
-            BLOCK_D,
-            BLOCK_E,
-            PLANES,
-            True,
-            TMA,
+            grads, (batch, head, start_m), BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA
         )
         b_weights = b_p
         if dropout is not None:
@@ -405,42 +289,14 @@ def key_value_kernel(
     key_heads = H // G
     batch, key_head = pid_bk // key_heads, pid_bk % key_heads
     start_n = pid_n * BLOCK_N
-    q_strides = (q_stride_b, q_stride_h, q_stride_m)
-    g_strides = (g_stride_b, g_stride_h, g_stride_m)
+    queries = (q, q_e, (q_stride_b, q_stride_h, q_stride_m), B, M, D)
+    grads = (grad, grad_e, (g_stride_b, g_stride_h, g_stride_m), B, M, D)
     # b_k and b_v: (BLOCK_N, BLOCK_D) and (BLOCK_N, BLOCK_E)
-    b_k = load_tile(
-        k,
-        k_e,
-        (k_stride_b, k_stride_h, k_stride_n),
-        batch,
-        key_head,
-        start_n,
-        N,
-        D,
-        B,
-        BLOCK_N,
-        BLOCK_D,
-        BLOCK_E,
-        PLANES,
-        True,
-        TMA,
-    )
+    keys = (k, k_e, (k_stride_b, k_stride_h, k_stride_n), B, N, D)
+    b_k = load_tile(keys, (batch, key_head, start_n), BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, TMA)
+    values = (v, v_e, (v_stride_b, v_stride_h, v_stride_n), B, N, D)
     b_v = load_tile(
-        v,
-        v_e,
-        (v_stride_b, v_stride_h, v_stride_n),
-        batch,
-        key_head,
-        start_n,
-        N,
-        D,
-        B,
-        BLOCK_N,
-        BLOCK_D,
-        BLOCK_E,
-        PLANES,
-        True,
-        TMA,
+        values, (batch, key_head, start_n), BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, TMA
     )
     b_k, b_v = in_registers(b_k, dk, HOLD), in_registers(b_v, dv, HOLD)
     b_dk, b_dk_e = zeros(BLOCK_N, BLOCK_D, BLOCK_E)
@@ -467,49 +323,22 @@ def key_value_kernel(
         source = None
         if seeds is not None:
             source = random_source(seeds, batch * H + head)
-        b_dk, b_dk_e, b_dv, b_dv_e = _accumulate_dk_dv(
-            b_dk, b_dk_e, b_dv, b_dv_e, b_k, b_v, q, q_e, grad, grad_e,
-            lse + offs_bh, delta + offs_bh, factor + offs_bh, ds_sum + offs_bh,
-            q_strides, g_strides, batch, head, start_n, m_full, m_stop, scale, B, M, N, D, shift,
-            bounds, softcap, slope, source, dropout,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, False, WHOLE, TMA, PRECISION, EXACT,
-        )  # fmt: skip
-        if CAUSAL or intervals is not None:
-            if intervals is None:
-                m_end = tl.minimum(m_full, M)
+        for MASKED in tl.static_range(2 if CAUSAL or intervals is not None else 1):
+            start, stop = m_full, m_stop
+            if MASKED:
+                if intervals is None:
+                    m_end = tl.minimum(m_full, M)
+                start, stop = m_start, m_end
             b_dk, b_dk_e, b_dv, b_dv_e = _accumulate_dk_dv(
                 b_dk, b_dk_e, b_dv, b_dv_e, b_k, b_v,
-                q, q_e, grad, grad_e, lse + offs_bh, delta + offs_bh, factor + offs_bh,
-                ds_sum + offs_bh, q_strides, g_strides,
-                batch, head, start_n, m_start, m_end, scale, B, M, N, D, shift,
+                queries, grads, lse + offs_bh, delta + offs_bh, factor + offs_bh, ds_sum + offs_bh,
+                batch, head, start_n, start, stop, scale, M, N, shift,
                 bounds, softcap, slope, source, dropout,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, WHOLE, TMA, PRECISION, EXACT,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, WHOLE, TMA, PRECISION, EXACT,
             )  # fmt: skip
+    grads_k = (dk, (dk_stride_b, dk_stride_h, dk_stride_n), N, D)
     store_tile(
-        dk,
-        b_dk * scale,
-        b_dk_e * scale,
-        (dk_stride_b, dk_stride_h, dk_stride_n),
-        batch,
-        key_head,
-        start_n,
-        N,
-        D,
-        BLOCK_N,
-        BLOCK_D,
-        BLOCK_E,
+        grads_k, (batch, key_head, start_n), b_dk * scale, b_dk_e * scale, BLOCK_N, BLOCK_D, BLOCK_E
     )
-    store_tile(
-        dv,
-        b_dv,
-        b_dv_e,
-        (dv_stride_b, dv_stride_h, dv_stride_n),
-        batch,
-        key_head,
-        start_n,
-        N,
-        D,
-        BLOCK_N,
-        BLOCK_D,
-        BLOCK_E,
-    )
+    grads_v = (dv, (dv_stride_b, dv_stride_h, dv_stride_n), N, D)
+    store_tile(grads_v, (batch, key_head, start_n), b_dv, b_dv_e, BLOCK_N, BLOCK_D, BLOCK_E)

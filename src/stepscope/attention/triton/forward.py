@@ -37,44 +37,12 @@ from stepscope.attention.triton.softmax import divide_by_sums, exponent_factor, 
 
 @triton.jit
 def _update_softmax(
-    b_acc,
-    b_acc_e,
-    b_top,
-    b_total,
-    b_q,
-    k,
-    k_e,
-    v,
-    v_e,
-    k_strides,
-    v_strides,
-    batch,
-    key_head,
-    start_m,
-    start,
-    stop,
-    factor,
-    B,
-    N,
-    D,
-    shift,
-    bounds,
-    scale,
-    softcap,
-    slope,
-    source,
-    dropout,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    PLANES: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-):
+    b_acc, b_acc_e, b_top, b_total, b_q, keys, values, batch, key_head, start_m, start, stop,
+    factor, shift, bounds, scale, softcap, slope, source, dropout,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    PLANES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
     """Update the online softmax of a query tile with the keys from start to stop.
 
     `b_top` is the maximum raw score of each row so far, `b_total` the running sum; both (BLOCK_M,).
@@ -89,21 +57,7 @@ def _update_softmax(
             start_n = past_full_tiles(position, bounds)
         # (BLOCK_N, BLOCK_D)
         b_k = load_tile(
-            k,
-            k_e,
-            k_strides,
-            batch,
-            key_head,
-            start_n,
-            N,
-            D,
-            B,
-            BLOCK_N,
-            BLOCK_D,
-            BLOCK_E,
-            PLANES,
-            MASKED,
-            TMA,
+            keys, (batch, key_head, start_n), BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA
         )
         b_s = outer_dot(b_q, b_k, BLOCK_E, PLANES, PRECISION)  # (BLOCK_M, BLOCK_N)
         if softcap is not None:
@@ -119,7 +73,7 @@ def _update_softmax(
             if bounds is not None:
                 mask_s = within(offs_n[None, :], bounds, 1)
             else:
-                mask_s = (offs_n < N)[None, :]
+                mask_s = (offs_n < keys[4])[None, :]
                 if CAUSAL:
                     offs_m = start_m + tl.arange(0, BLOCK_M)
                     mask_s = mask_s & (offs_n[None, :] <= offs_m[:, None] + shift)
@@ -140,21 +94,7 @@ def _update_softmax(
             b_p = tl.where(b_kept, b_p, 0.0)
         # (BLOCK_N, BLOCK_D)
         b_v = load_tile(
-            v,
-            v_e,
-            v_strides,
-            batch,
-            key_head,
-            start_n,
-            N,
-            D,
-            B,
-            BLOCK_N,
-            BLOCK_D,
-            BLOCK_E,
-            PLANES,
-            MASKED,
-            TMA,
+            values, (batch, key_head, start_n), BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA
         )
         b_acc = b_acc * b_rescale[:, None]
         if BLOCK_E > 0:
@@ -219,26 +159,11 @@ def forward_kernel(
     batch, head = pid_bh // H, pid_bh % H
     key_head = head // G
     start_m = pid_m * BLOCK_M
-    k_strides = (k_stride_b, k_stride_h, k_stride_n)
-    v_strides = (v_stride_b, v_stride_h, v_stride_n)
+    keys = (k, k_e, (k_stride_b, k_stride_h, k_stride_n), B, N, D)
+    values = (v, v_e, (v_stride_b, v_stride_h, v_stride_n), B, N, D)
+    queries = (q, q_e, (q_stride_b, q_stride_h, q_stride_m), B, M, D)
     # (BLOCK_M, BLOCK_D), and (BLOCK_M, BLOCK_E) for the second part
-    b_q = load_tile(
-        q,
-        q_e,
-        (q_stride_b, q_stride_h, q_stride_m),
-        batch,
-        head,
-        start_m,
-        M,
-        D,
-        B,
-        BLOCK_M,
-        BLOCK_D,
-        BLOCK_E,
-        PLANES,
-        True,
-        TMA,
-    )
+    b_q = load_tile(queries, (batch, head, start_m), BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA)
     b_q = in_registers(b_q, o, HOLD)
     slope = None
     if slopes is not None:
@@ -264,84 +189,13 @@ def forward_kernel(
     b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     # The loop with a mask comes second: as the first it makes the compiler serialize the matmuls.
-    b_acc, b_acc_e, b_max, b_sum = _update_softmax(
-        b_acc,
-        b_acc_e,
-        b_max,
-        b_sum,
-        b_q,
-        k,
-        k_e,
-        v,
-        v_e,
-        k_strides,
-        v_strides,
-        batch,
-        key_head,
-        start_m,
-        n_start,
-        n_full,
-        factor,
-        B,
-        N,
-        D,
-        shift,
-        bounds,
-        scale,
-        softcap,
-        slope,
-        source,
-        dropout,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_D,
-        BLOCK_E,
-        PLANES,
-        CAUSAL,
-        False,
-        TMA,
-        PRECISION,
-        EXACT,
-    )
-    b_acc, b_acc_e, b_max, b_sum = _update_softmax(
-        b_acc,
-        b_acc_e,
-        b_max,
-        b_sum,
-        b_q,
-        k,
-        k_e,
-        v,
-        v_e,
-        k_strides,
-        v_strides,
-        batch,
-        key_head,
-        start_m,
-        n_masked,
-        n_end,
-        factor,
-        B,
-        N,
-        D,
-        shift,
-        bounds,
-        scale,
-        softcap,
-        slope,
-        source,
-        dropout,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_D,
-        BLOCK_E,
-        PLANES,
-        CAUSAL,
-        True,
-        TMA,
-        PRECISION,
-        EXACT,
-    )
+    for MASKED in tl.static_range(2):
+        start, stop = (n_masked, n_end) if MASKED else (n_start, n_full)
+        b_acc, b_acc_e, b_max, b_sum = _update_softmax(
+            b_acc, b_acc_e, b_max, b_sum, b_q, keys, values, batch, key_head, start_m, start, stop,
+            factor, shift, bounds, scale, softcap, slope, source, dropout,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, MASKED, TMA, PRECISION, EXACT,
+        )  # fmt: skip
 
     b_max = b_max * unit
     if sinks is not None:
@@ -354,16 +208,12 @@ def forward_kernel(
     if dropout is not None:
         b_divisor = b_sum * (1.0 - dropout)
     # A row without a visible key has the sum 0: its output is zero, its log-sum-exp -inf.
+    outputs = (o, (o_stride_b, o_stride_h, o_stride_m), M, D)
     store_tile(
-        o,
+        outputs,
+        (batch, head, start_m),
         divide_by_sums(b_acc, b_divisor[:, None], EXACT),
         divide_by_sums(b_acc_e, b_divisor[:, None], EXACT),
-        (o_stride_b, o_stride_h, o_stride_m),
-        batch,
-        head,
-        start_m,
-        M,
-        D,
         BLOCK_M,
         BLOCK_D,
         BLOCK_E,

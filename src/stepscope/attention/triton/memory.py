@@ -47,21 +47,12 @@ def key_range(
 
 @triton.jit
 def _load_part(
-    source,
-    strides,
-    batch,
-    head,
-    start_row,
-    n_rows,
-    d,
-    FIRST_COL: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_COL: tl.constexpr,
-    CHECK_ROWS: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Load a (BLOCK_ROW, BLOCK_COL) block of one head from `start_row` and FIRST_COL on. `source`
-    is a TMA descriptor, or a pointer to a tensor of `n_rows` rows."""
+    source, strides, at, n_rows, d, FIRST_COL: tl.constexpr,
+    BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, CHECK_ROWS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Load a (BLOCK_ROW, BLOCK_COL) block of one head from FIRST_COL on. `source` is a TMA
+    descriptor, or a pointer to a tensor of `n_rows` rows."""
+    batch, head, start_row = at
     if TMA:
         b_x = source.load([batch, head, start_row, FIRST_COL]).reshape([BLOCK_ROW, BLOCK_COL])
     else:
@@ -79,71 +70,26 @@ def _load_part(
 
 @triton.jit
 def load_tile(
-    source,
-    source_e,
-    strides,
-    batch,
-    head,
-    start_row,
-    n_rows,
-    d,
-    B,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    PLANES: tl.constexpr,
-    CHECK_ROWS: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    tensor, at,
+    BLOCK_ROW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PLANES: tl.constexpr,
+    CHECK_ROWS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """Load a tile of (BLOCK_ROW, BLOCK_D) and (BLOCK_ROW, BLOCK_E) of one head; elements outside of
-    the tensor read as zero. The planes of a tensor are B batches apart."""
-    b_high = _load_part(
-        source, strides, batch, head, start_row, n_rows, d, 0, BLOCK_ROW, BLOCK_D, CHECK_ROWS, TMA
-    )
+    the tensor read as zero. `at` is its batch, head and first row. `tensor` has the sources of the
+    two parts, strides, batches, by which planes are apart, rows and columns."""
+    batch, head, row = at
+    source, source_e, strides, B, rows, d = tensor
+    b_high = _load_part(source, strides, at, rows, d, 0, BLOCK_ROW, BLOCK_D, CHECK_ROWS, TMA)
     b_mid, b_low, b_e = b_high, b_high, b_high
     if PLANES == 3:
         b_mid = _load_part(
-            source,
-            strides,
-            batch + B,
-            head,
-            start_row,
-            n_rows,
-            d,
-            0,
-            BLOCK_ROW,
-            BLOCK_D,
-            CHECK_ROWS,
-            TMA,
+            source, strides, (batch + B, head, row), rows, d, 0, BLOCK_ROW, BLOCK_D, CHECK_ROWS, TMA
         )
-        b_low = _load_part(
-            source,
-            strides,
-            batch + 2 * B,
-            head,
-            start_row,
-            n_rows,
-            d,
-            0,
-            BLOCK_ROW,
-            BLOCK_D,
-            CHECK_ROWS,
-            TMA,
-        )
+        lowest = (batch + 2 * B, head, row)
+        b_low = _load_part(source, strides, lowest, rows, d, 0, BLOCK_ROW, BLOCK_D, CHECK_ROWS, TMA)
     if BLOCK_E > 0:
         b_e = _load_part(
-            source_e,
-            strides,
-            batch,
-            head,
-            start_row,
-            n_rows,
-            d,
-            BLOCK_D,
-            BLOCK_ROW,
-            BLOCK_E,
-            CHECK_ROWS,
-            TMA,
+            source_e, strides, at, rows, d, BLOCK_D, BLOCK_ROW, BLOCK_E, CHECK_ROWS, TMA
         )
     return b_high, b_mid, b_low, b_e
 
@@ -307,19 +253,11 @@ def zeros(BLOCK_ROW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr)
 
 @triton.jit
 def _store_part(
-    out_ptr,
-    b_x,
-    strides,
-    batch,
-    head,
-    start_row,
-    n_rows,
-    d,
-    FIRST_COL: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_COL: tl.constexpr,
-):
+    out_ptr, b_x, strides, at, n_rows, d, FIRST_COL: tl.constexpr,
+    BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr,
+):  # fmt: skip
     """Store a (BLOCK_ROW, BLOCK_COL) block of one head."""
+    batch, head, start_row = at
     offs_row = start_row + tl.arange(0, BLOCK_ROW)
     offs_col = FIRST_COL + tl.arange(0, BLOCK_COL)
     head_ptr = out_ptr + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
@@ -330,21 +268,12 @@ def _store_part(
 
 @triton.jit
 def store_tile(
-    out_ptr,
-    b_x,
-    b_x_e,
-    strides,
-    batch,
-    head,
-    start_row,
-    n_rows,
-    d,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    _store_part(out_ptr, b_x, strides, batch, head, start_row, n_rows, d, 0, BLOCK_ROW, BLOCK_D)
+    tensor, at, b_x, b_x_e,
+    BLOCK_ROW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of a head; `at` is its batch, head and first row. `tensor` has a pointer,
+    strides, rows and columns."""
+    out_ptr, strides, n_rows, d = tensor
+    _store_part(out_ptr, b_x, strides, at, n_rows, d, 0, BLOCK_ROW, BLOCK_D)
     if BLOCK_E > 0:
-        _store_part(
-            out_ptr, b_x_e, strides, batch, head, start_row, n_rows, d, BLOCK_D, BLOCK_ROW, BLOCK_E
-        )
+        _store_part(out_ptr, b_x_e, strides, at, n_rows, d, BLOCK_D, BLOCK_ROW, BLOCK_E)

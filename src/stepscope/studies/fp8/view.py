@@ -9,7 +9,7 @@ from stepscope.analysis.conclusions import deduced
 from stepscope.errors import some
 from stepscope.kernels.fp8.recipe import E4M3, E5M2, TENSORWISE
 from stepscope.report.blocks import Block, Cell, Figure, Finding, Table, Value
-from stepscope.report.format import counted, number, percent
+from stepscope.report.format import counted, percent
 from stepscope.report.tables import col, cols, failed_table, table
 from stepscope.studies.base import Result
 from stepscope.studies.fp8.cases import CURRENT, DTYPES, GEMMS, ROLES, Fp8Case
@@ -21,7 +21,6 @@ from stepscope.studies.fp8.rows import (
     Layer,
     Pair,
     Subject,
-    Trained,
     subjects,
 )
 from stepscope.studies.views.builders import Source, curve, finding, suffix
@@ -40,8 +39,6 @@ def view(results: Sequence[Result[Fp8Case]]) -> tuple[Block, ...]:
     for index, subject in enumerate(subjects(results)):
         at = suffix(index)
         blocks += _verdict(subject)
-        for trained in subject.trained:
-            blocks += _loss(subject, trained)
         if subject.examined is not None:
             blocks += _examined_findings(subject, subject.examined)
         if subject.trained:
@@ -132,44 +129,10 @@ def _verdict(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def _loss(subject: Subject, trained: Trained) -> Iterator[Finding]:
-    bf16, fp8, change, spread = (
-        trained.mean("bf16"),
-        trained.mean("fp8"),
-        trained.change,
-        trained.spread,
-    )
-    if bf16 is None or fp8 is None or change is None:
-        return
-    text = (
-        f"{subject.name}, {trained.recipe}: the loss of the last tenth of"
-        f" {counted(trained.case.steps, 'step')} is {number(fp8)} in FP8 and {number(bf16)} in"
-        f" bfloat16 ({change:+.2%})"
-    )
-    if spread is not None:
-        text += f"; over {len(trained.pairs)} seeds bfloat16's own varies by {percent(spread)}"
-    yield finding(
-        "fp8.loss",
-        f"{text}.",
-        trained.pairs,
-        {
-            "model": subject.name,
-            "recipe": str(trained.recipe),
-            "fp8": fp8,
-            "bf16": bf16,
-            "change": change,
-            "spread": spread,
-        },
-        timed=False,
-    )
-
-
 def _examined_findings(subject: Subject, examined: Examined) -> Iterator[Finding]:
-    yield _cast_finding(subject, examined)
     yield _gemm_finding(subject, examined)
     yield from gradient_finding(subject, examined)
     yield from _underflow_finding(subject, examined)
-    yield _saturation_finding(subject, examined)
     if examined.left_out:
         listed = some([f"{name} ({why})" for name, why in examined.left_out.items()])
         yield finding(
@@ -185,35 +148,6 @@ def _examined_findings(subject: Subject, examined: Examined) -> Iterator[Finding
 def _cast_error(examined: Examined, role: str, dtype: str, scaling: str) -> float:
     """Median over layers at the last probe."""
     return examined.typical(lambda layer: layer.last.casts[role][dtype][scaling].error)
-
-
-def _cast_finding(subject: Subject, examined: Examined) -> Finding:
-    errors = {
-        role: {dtype: _cast_error(examined, role, dtype, TENSORWISE) for dtype in DTYPES}
-        for role in ROLES
-    }
-    listed = ", ".join(
-        f"{_ROLES[role]} {percent(each[E4M3])} in e4m3 and {percent(each[E5M2])} in e5m2"
-        for role, each in errors.items()
-    )
-    finest = _cast_error(examined, "gradient", E4M3, "blockwise")
-    return finding(
-        "fp8.casts",
-        f"A cast with one scale per tensor changes a tensor of {subject.name} by (median over"
-        f" layers, norm of the error over norm): {listed}. With a scale per 1×128 values the"
-        f" gradients lose {percent(finest)} in e4m3.",
-        examined,
-        {
-            "model": subject.name,
-            "gradient_blockwise": finest,
-            **{
-                f"{role}_{dtype}": error
-                for role, each in errors.items()
-                for dtype, error in each.items()
-            },
-        },
-        timed=False,
-    )
 
 
 def _typical_error(examined: Examined, gemm: str) -> float:
@@ -285,25 +219,6 @@ def _underflow_finding(subject: Subject, examined: Examined) -> Iterator[Finding
         examined,
         values,
         tone="warn" if share > _UNDERFLOW_FROM else "info",
-        timed=False,
-    )
-
-
-def _saturation_finding(subject: Subject, examined: Examined) -> Finding:
-    worst = max(examined.layers, key=Layer.saturated)
-    share = worst.saturated()
-    text = (
-        f"With delayed scaling (scales from the 16 steps before) at most {percent(share)} of a"
-        f" tensor of {subject.name} saturates in a step ({worst.name})"
-        if share
-        else f"With delayed scaling (scales from the 16 steps before) no value of {subject.name}"
-        " saturates"
-    )
-    return finding(
-        "fp8.saturation",
-        f"{text}; scales from the current values never saturate.",
-        examined,
-        {"model": subject.name, "share": share, "layer": worst.name if share else None},
         timed=False,
     )
 

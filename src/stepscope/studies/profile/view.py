@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from stepscope.analysis.kernels.names import CLASSES
+from stepscope.analysis.kernels.classes import CLASSES
 from stepscope.analysis.limits import share_of
 from stepscope.analysis.verdict import Share
 from stepscope.report.blocks import Block, Curve, Figure, Flame, Table, Timeline

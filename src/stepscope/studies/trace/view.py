@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from stepscope.analysis.kernels.names import CLASSES
+from stepscope.analysis.kernels.classes import CLASSES
 from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.summary import LedgerLine, Outlier, Row, Summary
 from stepscope.report.blocks import Block, Curve, Figure, Lane, LaneSpan, Table, Timeline

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 from stepscope.errors import first_cause
 from stepscope.studies.base import CaseSkipped
-from stepscope.studies.training.flags import WITHIN_BACKWARD
+from stepscope.studies.training.flags import GRAPHS_OF_TORCH, WITHIN_BACKWARD
 from stepscope.studies.training.subject import run_in_order
-from stepscope.studies.training.workload import GRAPHS_OF_TORCH
 
 if TYPE_CHECKING:
     import torch
 
     from stepscope.measure.device import Device
     from stepscope.measure.timer import Phase
-    from stepscope.studies.training.transformer import TransformerStep
+    from stepscope.studies.training.subject import TrainingStep
+    from stepscope.studies.training.workload import Workload
 
 _WARM_UP = 3
 _FIRST = -1
@@ -30,26 +30,25 @@ _FIRST = -1
 
 
 class CapturedStep:
-    """A captured step; `replay` runs it on the current `step.tokens` and `step.targets`."""
+    """A captured step; `replay` runs it on the current tensors of `step.inputs`."""
 
-    def __init__(self, step: TransformerStep, device: Device) -> None:
-        _refuse(step, device)
+    def __init__(self, step: TrainingStep, workload: Workload) -> None:
+        _refuse(workload, step.device)
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self.gradients_missing = 0
         try:
-            self._capture(step, device)
+            self._capture(step, workload)
         except RuntimeError as error:
             # Data-dependent shapes and branches read values back, which a capture refuses.
             why = first_cause(error)
             if "captur" not in why:
                 raise
             raise CaseSkipped(f"cannot be a CUDA graph: {why}") from error
-        step.forget_graph()
 
-    def _capture(self, step: TransformerStep, device: Device) -> None:
-        work = step.passes()
+    def _capture(self, step: TrainingStep, workload: Workload) -> None:
+        work, device = step.passes(), step.device
         warm_up(step, step.eager_phases())
-        if step.workload.optimizer in WITHIN_BACKWARD:
+        if workload.optimizer in WITHIN_BACKWARD:
             self._graphs.append(captured([*work, _update(step)], device))
             self.gradients_missing = step.without_gradient()
             return
@@ -68,7 +67,7 @@ class CapturedStep:
             graph.replay()
 
 
-def warm_up(step: TransformerStep, phases: Sequence[Phase]) -> None:
+def warm_up(step: TrainingStep, phases: Sequence[Phase]) -> None:
     """Run steps on a side stream; only what they tuned is left afterwards."""
     import torch
 
@@ -99,7 +98,7 @@ def captured(phases: Sequence[Phase], device: Device) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def forget_steps(step: TransformerStep) -> None:
+def forget_steps(step: TrainingStep) -> None:
     """Free everything that earlier steps left: gradients, and the autograd graph of the last one.
 
     A parameter's AccumulateGrad node lives as long as any graph that contains it, and stays on the
@@ -112,14 +111,13 @@ def forget_steps(step: TransformerStep) -> None:
     gc.collect()
 
 
-def _update(step: TransformerStep) -> Phase:
+def _update(step: TrainingStep) -> Phase:
     from stepscope.measure.timer import Phase
 
     return Phase("optimizer", step.optimizer.step)
 
 
-def _refuse(step: TransformerStep, device: Device) -> None:
-    workload = step.workload
+def _refuse(workload: Workload, device: Device) -> None:
     if device.kind != "cuda":
         raise CaseSkipped("CUDA graphs exist on NVIDIA GPUs, not on a CPU")
     if workload.dtype == "float16":

@@ -133,7 +133,8 @@ class TransformerStep(TrainingStep):
         if self._captured is None:
             from stepscope.studies.training.captured import CapturedStep
 
-            self._captured = CapturedStep(self, self.device)
+            self._captured = CapturedStep(self, self.workload)
+            self._forget_graph()
         return (Phase("replay", self._captured.replay),)
 
     def reset(self) -> None:
@@ -142,7 +143,7 @@ class TransformerStep(TrainingStep):
             self.logits = None
             super().reset()
 
-    def forget_graph(self) -> None:
+    def _forget_graph(self) -> None:
         """Detach the last step's outputs from their autograd graph, keeping their values."""
         self.logits = None if self.logits is None else self.logits.detach()
         self.loss = None if self.loss is None else self.loss.detach()

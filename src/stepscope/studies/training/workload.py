@@ -29,6 +29,7 @@ from stepscope.studies.training.flags import (
     WorkloadFlags,
 )
 from stepscope.studies.training.model_names import check_dtype, check_name
+from stepscope.studies.training.settings import unusual_settings
 from stepscope.studies.training.shape import model_shape, size_key, size_name
 
 __all__ = [
@@ -232,36 +233,6 @@ class Workload(Case, frozen=True, kw_only=True):
             Quantity(name="tokens", value=self.batch * self.context, unit="tokens"),
             Quantity(name="parameters", value=cost.parameters(config).total, unit="parameters"),
         )
-
-
-_PHRASES: dict[str, tuple[object, str]] = {
-    "table": ("2025", "{}"),
-    "batch": (4, "batch {}"),
-    "attention": ("reference", "{}"),
-    "compile": ("no", "compiled by {}"),
-    "compile_mode": ("default", "{}"),
-    "optimizer": ("torch", "adamw {}"),
-    "loss": ("plain", "{} loss"),
-    "fuses_loss": (False, "fused loss"),
-    "fused": (False, "fused kernels"),
-    "fused_projections": (False, "fused projections"),
-    "autotune_gemms": (False, "autotuned GEMMs"),
-    "activation_policy": (ALL, "saves {}"),
-    "updates_in_backward": (False, "optimizer-in-backward"),
-    "graph": (False, "as a graph"),
-    "checkpoint": (NONE, "checkpointed: {}"),
-}
-"""Default of each setting of a step, and the phrase for another value."""
-
-
-def unusual_settings(step: object, *names: str) -> list[str]:
-    """Phrases for the settings of a step that differ from their defaults."""
-    return [
-        phrase.format(value)
-        for name in names
-        for usual, phrase in (_PHRASES[name],)
-        if (value := getattr(step, name)) != usual
-    ]
 
 
 W = TypeVar("W", bound=Workload)

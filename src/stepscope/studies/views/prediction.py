@@ -14,7 +14,7 @@ from stepscope.records.memory import OPTIMIZER, PARAMETERS, SAVED, saved_bytes
 from stepscope.report.blocks import Cell, Finding, Table, Value
 from stepscope.report.format import bytes_, percent
 from stepscope.report.tables import col, cols, table
-from stepscope.studies.training.workload import unusual_settings
+from stepscope.studies.training.settings import unusual_settings
 
 if TYPE_CHECKING:
     from stepscope.planning.predict import MemoryPrediction

@@ -11,7 +11,7 @@ from stepscope.analysis.advice.facts import QUEUE, Facts, PhaseWork
 from stepscope.analysis.advice.program import Program, setting
 from stepscope.analysis.advice.rule import Change, Left, Stage, rule
 from stepscope.analysis.advice.timeline import gain_ms, host_limits_ms, wall_ms
-from stepscope.analysis.kernels.names import MEMORY_BOUND
+from stepscope.analysis.kernels.classes import MEMORY_BOUND
 
 _LEFT_BY_COMPILER = {True: 0.3, False: 0.45}
 """Share of the time of memory-bound kernels that remains when they are fused, on a GPU (True) or a
