@@ -92,7 +92,7 @@ def far_above(values: Sequence[float]) -> list[int]:
 
 
 def even_spacing(indices: Sequence[int], count: int) -> int | None:
-    """The period of the indices `places` among `count` samples, or None if they are not evenly
+    """The period of `indices` among `count` samples, or None if they are not evenly
     spaced over all samples. Two indices do not determine a period."""
     gaps = {after - before for before, after in itertools.pairwise(indices)}
     if len(indices) < 3 or len(gaps) != 1:
