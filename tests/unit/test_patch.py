@@ -164,6 +164,13 @@ def test_accelerate_names_model_and_optimizer(seen: tuple[Path, Sites]) -> None:
     assert new["train.py"][1].startswith("    stepscope.accelerate(model, exclude=")
 
 
+def test_other_changes_are_made_next_to_accelerate(seen: tuple[Path, Sites]) -> None:
+    new, left = edited(seen, norm="accelerate", optimizer="adamw-fused")
+    assert left == []
+    assert set(new) == {"train.py", "parts.py"}
+    assert "fused=True" in new["parts.py"][0]
+
+
 def test_edits_that_are_not_safe_are_left_to_the_user(seen: tuple[Path, Sites]) -> None:
     new, left = edited(seen, batch="8", checkpoint="blocks", read_back="late")
     assert new == {}
