@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import NormalDist
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -43,6 +44,7 @@ IN_FULL = 200
 """Trials of which those without a verdict are judged, too, to count "cannot tell"."""
 BURST, BURST_STEPS, BURST_RATE = 0.30, 5, 0.02
 
+C, R = TypeVar("C"), TypeVar("R")
 Floats = NDArray[np.float64]
 Draw = np.random.Generator
 Noise = Callable[[Draw, tuple[int, ...], float], Floats]
@@ -293,23 +295,28 @@ def broken(record: Sequence[Rates]) -> list[Rates]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="False verdicts and power of compare.")
-    parser.add_argument("--trials", type=int, default=2000)
+def run_all(what: str, trials: int, every: Sequence[C], simulate: Callable[[C, int], R]) -> list[R]:
+    """Simulate all conditions in several processes, and print and write a line for each."""
+    parser = argparse.ArgumentParser(description=what)
+    parser.add_argument("--trials", type=int, default=trials)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    every = list(conditions())
-    record = []
+    rates = []
     with ProcessPoolExecutor(options.processes) as pool:
-        for rates in pool.map(simulate, every, [options.trials] * len(every)):
-            record.append(rates)
-            print(msgspec.json.encode(rates).decode(), flush=True)
+        for one in pool.map(simulate, every, [options.trials] * len(every)):
+            rates.append(one)
+            print(msgspec.json.encode(one).decode(), flush=True)
     if options.out:
-        lines = (msgspec.json.encode(rates).decode() for rates in record)
+        lines = (msgspec.json.encode(one).decode() for one in rates)
         options.out.write_text("\n".join(lines) + "\n")
-    for rates in broken(record):
-        print(f"above the promised rate: {rates.condition}, {rates.red_rate:.2%} red")
+    return rates
+
+
+def main() -> None:
+    rates = run_all("False verdicts and power of compare.", 2000, list(conditions()), simulate)
+    for one in broken(rates):
+        print(f"above the promised rate: {one.condition}, {one.red_rate:.2%} red")
 
 
 if __name__ == "__main__":

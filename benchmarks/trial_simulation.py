@@ -11,16 +11,13 @@ that gains nothing. One line of JSON per condition. Every draw has a fixed seed.
 
 from __future__ import annotations
 
-import argparse
 import random
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import msgspec
 import numpy as np
-from compare_simulation import NOISES
+from compare_simulation import NOISES, run_all
 
 from stepscope.analysis.advice.stopping import is_decided
 from stepscope.records.stats import FEWEST_ROUNDS, sequential_ratio
@@ -106,31 +103,14 @@ def simulate(condition: Condition, trials: int) -> Rates:
     )
 
 
-def read(path: Path) -> list[Rates]:
-    return [msgspec.json.decode(line, type=Rates) for line in path.read_text().splitlines()]
-
-
 def broken(record: list[Rates]) -> list[Rates]:
     return [one for one in record if one.wrong_rate > PROMISED]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trials", type=int, default=1000)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    every = list(conditions())
-    record = []
-    with ProcessPoolExecutor(options.processes) as pool:
-        for rates in pool.map(simulate, every, [options.trials] * len(every)):
-            record.append(rates)
-            print(msgspec.json.encode(rates).decode(), flush=True)
-    if options.out:
-        lines = (msgspec.json.encode(rates).decode() for rates in record)
-        options.out.write_text("\n".join(lines) + "\n")
-    for rates in broken(record):
-        print(f"above the promised rate: {rates.condition}, {rates.wrong_rate:.2%} wrong")
+    rates = run_all("Wrong intervals of trials that end early.", 1000, list(conditions()), simulate)
+    for one in broken(rates):
+        print(f"above the promised rate: {one.condition}, {one.wrong_rate:.2%} wrong")
 
 
 if __name__ == "__main__":

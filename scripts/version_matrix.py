@@ -4,9 +4,10 @@ table of docs/accelerate.md.
     python scripts/version_matrix.py                       run all pairs (`make test-matrix`)
     python scripts/version_matrix.py --torch 2.13          run the pairs with this torch
 
-Each version of torch and of transformers is installed once, into a folder of .venv/matrix; a pair
-is both folders in front of the packages of this environment. Set TORCH_INDEX to an index with CPU
-builds of torch. A line of the record is one family with one pair; a pair without lines was not run.
+Each version of torch (with its torchvision, which timm needs) and of transformers is installed
+once, into a folder of .venv/matrix; a pair is both folders in front of the packages of this
+environment. Set TORCH_INDEX to an index with CPU builds of torch. A line of the record is one
+family with one pair; a pair without lines was not run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import traceback
@@ -27,6 +29,8 @@ from acceleration_page import PAGE, TORCHES, TRANSFORMERS, VERSIONS, with_versio
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ROOT / ".venv" / "matrix"
 RECORD = ROOT / "results" / VERSIONS
+WITH = {"torch": ("torchvision", "timm")}
+"""Packages that are built for one version of another."""
 
 
 def run_families() -> None:
@@ -48,15 +52,27 @@ def run_families() -> None:
 
 def folder_of(package: str, release: str) -> Path | None:
     """Return the folder with a package and its dependencies; None if this environment has it."""
-    if find_spec(package) and version(package).startswith(f"{release}."):
+    more = WITH.get(package, ())
+    if all(map(find_spec, (package, *more))) and version(package).startswith(f"{release}."):
         return None
     folder = FOLDERS / f"{package}-{release}"
     if not folder.exists():
         index = os.environ.get("TORCH_INDEX")
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
         pip += ["--extra-index-url", index] if index else []
-        subprocess.run([*pip, f"{package}=={release}.*"]).check_returncode()
+        subprocess.run([*pip, f"{package}=={release}.*", *more]).check_returncode()
+        if more and not _is_importable(more[0], folder):
+            # transformers would not be importable either.
+            print(f"{more[0]} was built for another {package}: without {', '.join(more)}")
+            for name in more:
+                shutil.rmtree(folder / name)
     return folder
+
+
+def _is_importable(package: str, folder: Path) -> bool:
+    command = [sys.executable, "-c", f"import {package}"]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    return not subprocess.run(command, env=environment, stderr=subprocess.DEVNULL).returncode
 
 
 def lines_of(torch: str, transformers: str) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""Patches of programs of other libraries: the expected edits, and the same training."""
+"""Patches of programs of other libraries, and of the examples: the expected edits, and the same
+training."""
 
 from __future__ import annotations
 
@@ -14,6 +15,11 @@ from stepscope.advisor.patch.apply import make_patch, measure_patch
 AUTOCAST = "with torch.autocast(given.device, torch.bfloat16, enabled=True):"
 NARROW = {"dtype": "bfloat16", "optimizer": "adamw-fused"}
 ADAMW = "optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)"
+IN_EXAMPLES = "with torch.autocast(args.device, torch.bfloat16, enabled=True):"
+ADAMW_OF_EXAMPLES = (
+    "optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)"
+)
+LEFT = '"head and loss", "gated MLP", "rotary positions", "attention kernel", "embedding", "linear"'
 CASES: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
     "hf_llama": (
         NARROW | {"data": "workers", "attention": "fused"},
@@ -44,6 +50,47 @@ CASES: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
     "nano_gpt": (NARROW, [AUTOCAST], []),
     "torch_vae": (NARROW, [AUTOCAST], []),
     "torch_mnist": ({"optimizer": "adamw-fused", "data": "workers"}, [], ["the optimizer"]),
+    "examples/slow": (
+        NARROW | {"attention": "fused", "compile": "model", "gradients": "none"},
+        [
+            'with torch.autocast("cpu", torch.bfloat16):',
+            "optimizer.zero_grad(set_to_none=True)",
+            'model.compile(backend="stepscope")',
+            "fused=True,",
+        ],
+        [],
+    ),
+    "examples/nano_gpt": (
+        NARROW | {"data": "workers"},
+        ['with torch.autocast("cpu", torch.bfloat16):', "fused=True,"],
+        ["workers for the DataLoader"],
+    ),
+    "examples/vit": (
+        NARROW | {"data": "workers"},
+        [
+            'with torch.autocast("cpu", torch.bfloat16):',
+            "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)",
+            "persistent_workers=True,",
+        ],
+        [],
+    ),
+    "examples/cs336_lm": (
+        NARROW | {"norm": "accelerate"},
+        [IN_EXAMPLES, ADAMW_OF_EXAMPLES, "stepscope.accelerate(model, exclude=[" + LEFT + "])"],
+        [],
+    ),
+    "examples/hf_llama": (NARROW, [IN_EXAMPLES, ADAMW_OF_EXAMPLES], []),
+    "examples/hf_trainer": (
+        NARROW | {"data": "workers"},
+        ['optim="adamw_torch_fused",', "bf16=True,", "dataloader_num_workers=1,"],
+        [],
+    ),
+    "examples/lightning_gpt": (
+        NARROW,
+        ['precision="bf16-mixed",'],
+        # Its Trainer clips gradients.
+        ["the optimizer"],
+    ),
 }
 """Settings, lines that the patch has, and what is left to the user."""
 
@@ -52,7 +99,8 @@ CASES: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
 def test_program_is_patched_and_trains_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, lines, left = CASES[name]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    program = runs.ROOT / "benchmarks" / "programs" / f"{name}.py"
+    folder = runs.ROOT if name.startswith("examples/") else runs.PROGRAMS
+    program = folder / f"{name}.py"
     script = Script(target=str(program), words=("--device", "cpu", "--steps", "60"))
     patch = make_patch(script, settings, "changes")
     assert [one.what for one in patch.by_hand] == left

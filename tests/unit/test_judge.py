@@ -6,14 +6,16 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from judged_script import FALSE, SCRIPT, TRUE, changed
-from stepscope.advisor.advise.cases import Script
-from stepscope.advisor.advise.script_trial import order_of
+from stepscope.advisor.advise.cases import BASE, CHANGED, Script
+from stepscope.advisor.advise.script_trial import Times, order_of
+from stepscope.advisor.judge import referee
 from stepscope.advisor.judge.criteria import (
     Criterion,
     Verdict,
@@ -24,7 +26,7 @@ from stepscope.advisor.judge.criteria import (
 from stepscope.advisor.judge.evidence import Evidence
 from stepscope.advisor.judge.observer import samples_of
 from stepscope.advisor.judge.referee import observe
-from stepscope.advisor.patch.apply import Gain
+from stepscope.advisor.patch.apply import Gain, compare_orders
 from stepscope.advisor.patch.losses import Losses
 from stepscope.cli import main
 from stepscope.cli.commands import judge as command
@@ -90,9 +92,12 @@ def test_sleep_is_a_wait_and_a_slow_loader_is_not(original: Evidence, tmp_path: 
 
 
 def gain_of(
-    base: float, new: float, losses: str = "alike"
+    base: float, new: float, losses: str = "alike", spread: float = 0.0
 ) -> tuple[Gain, list[float], list[float]]:
-    before, after = ([t + 0.001 * (i % 3) for i in range(15)] for t in (base, new))
+    before, after = (
+        [t + 0.001 * ((i * step) % 3) + spread * ((i * step) % 7) for i in range(15)]
+        for t, step in ((base, 1), (new, 2))
+    )
     compared = Losses(losses, 50, 0.0, 0.0, 0.0)  # type: ignore[arg-type]
     times = judge(before, after, "paired")
     gain = Gain(base_ms=base, changed_ms=new, times=times, losses=compared, rounds=15)
@@ -103,6 +108,7 @@ def gain_of(
     ("base", "new", "blocked", "losses", "outcome", "failed"),
     [
         (10.0, 5.0, 0.0, "alike", "faster", []),
+        (10.0, 10.0, 0.0, "alike", "not faster", ["time"]),
         (10.0, 5.0, 6.0, "alike", "refused", ["waits"]),
         # The rest of the gain is one of the training.
         (10.0, 2.0, 4.0, "alike", "faster", []),
@@ -118,6 +124,13 @@ def test_times_losses_and_waits(
     one, other = Evidence(blocked_ms=blocked), Evidence(blocked_ms=0.0)
     verdict = with_times([], gain, before, after, one, other)
     assert (verdict.outcome, verdict.failed) == (outcome, failed)
+
+
+def test_times_that_leave_a_gain_open_are_not_a_verdict() -> None:
+    gain, before, after = gain_of(10.0, 10.0, spread=2.0)
+    assert gain.times.outcome != "faster"
+    verdict = with_times([], gain, before, after, Evidence(), Evidence())
+    assert verdict.outcome == "cannot tell"
 
 
 def test_samples_do_not_depend_on_order_micro_batches_or_rounding() -> None:
@@ -160,16 +173,25 @@ def test_commits_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_same_script_meets_every_criterion_but_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def planted(*arguments: Any) -> Times:
+        """Run both scripts; their times are not those of a busy machine."""
+        times = compare_orders(*arguments)
+        assert min(map(len, times.ms.values())) >= 10
+        _, times.ms[BASE], times.ms[CHANGED] = gain_of(10.0, 10.0)
+        return times
+
+    monkeypatch.setattr(referee, "compare_orders", planted)
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.replace("steps = 60", "steps = 1000"))
-    words = ["judge", str(path), str(path), "--steps", "10", "--rounds", "10"]
-    # Times are those of a busy machine; everything else is the same.
-    assert main(words) in (0, 3, 4)
-    results = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines()[:-1])
-    assert results.keys() >= {"samples", "flops", "gradients", "losses", "time"}
-    assert {result for name, result in results.items() if name not in ("time", "waits")} == {"ok:"}
+    code = main(["judge", str(path), str(path), "--steps", "10", "--rounds", "10"])
+    said = capsys.readouterr()
+    results = dict(line.split()[:2] for line in said.out.splitlines()[:-1])
+    assert code == 3, said
+    assert results.pop("time") == "FAILS:"
+    assert results.keys() >= {"samples", "flops", "gradients", "losses", "waits"}
+    assert {*results.values()} == {"ok:"}, said
 
 
 @pytest.mark.parametrize(

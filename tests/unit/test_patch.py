@@ -164,6 +164,13 @@ def test_accelerate_names_model_and_optimizer(seen: tuple[Path, Sites]) -> None:
     assert new["train.py"][1].startswith("    stepscope.accelerate(model, exclude=")
 
 
+def test_other_changes_are_made_next_to_accelerate(seen: tuple[Path, Sites]) -> None:
+    new, left = edited(seen, norm="accelerate", optimizer="adamw-fused")
+    assert left == []
+    assert set(new) == {"train.py", "parts.py"}
+    assert "fused=True" in new["parts.py"][0]
+
+
 def test_edits_that_are_not_safe_are_left_to_the_user(seen: tuple[Path, Sites]) -> None:
     new, left = edited(seen, batch="8", checkpoint="blocks", read_back="late")
     assert new == {}
@@ -323,7 +330,9 @@ def test_patch_is_applied_in_place_on_request() -> None:
     assert Path("other.patch").exists()
 
 
-def test_patch_without_a_gain_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patch_without_a_gain_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(FILLED)
     alike = Losses("alike", 20, 0.0, -0.001, 0.001)
     slower = judge([1.0] * 15, [1.0 + 0.001 * i for i in range(15)], "paired")
@@ -336,9 +345,18 @@ def test_patch_without_a_gain_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> No
     assert main(["advise", "--apply", str(verified())]) == 0
     assert Path("train.stepscope.patch").exists()
     Path("train.stepscope.patch").unlink()
+    said = capsys.readouterr()
+    assert "no patch: the patched script is not shown to be faster" in said.err
+    assert f"apply it: git -C {Path.cwd()} apply" in said.err
+    assert "Next:" not in said.out
     gain = msgspec.structs.replace(gain, losses=Losses("differ", 20, 0.1, 0.09, 0.11))
     assert main(["advise", "--apply", str(verified())]) == 0
     assert not Path("train.stepscope.patch").exists()
+    assert "no patch: its losses differ" in capsys.readouterr().err
+    few = judge([2.0] * 8, [1.0 + 0.001 * i for i in range(8)], "paired")
+    gain = msgspec.structs.replace(gain, times=few, losses=alike, rounds=8)
+    assert main(["advise", "--apply", str(verified())]) == 0
+    assert "8 rounds are too few to show a gain" in capsys.readouterr().err
 
 
 def test_patched_script_that_fails_is_not_kept(capsys: pytest.CaptureFixture[str]) -> None:

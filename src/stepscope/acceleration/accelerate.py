@@ -257,7 +257,7 @@ def replaceable(model: nn.Module) -> dict[str, list[str]]:
         found = list(_find(inner, WeightCopies(), Report(""), ()))
     for replacement in found:
         if replacement.piece == attention_masks.PIECE:
-            # It replaces no work of an eager step.
+            # It does not replace work of an eager step.
             continue
         names.setdefault(replacement.piece, []).append(replacement.name)
     return names

@@ -47,7 +47,7 @@ _MAX_CAPTURES = 5
 """Captures of one key after which it stays eager: what it depends on keeps changing."""
 _MAX_KEYS = 256
 _UNSTABLE_CALLS = 20
-"""Eager calls beyond the warm-up after which the reason is said: something changes every time."""
+"""Eager calls beyond the warm-up after which the reason is reported: something keeps changing."""
 
 
 class NotCapturedWarning(UserWarning):

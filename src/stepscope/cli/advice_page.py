@@ -77,16 +77,25 @@ def advice_page(
 
 
 def conclude(
-    path: Path, options: AnswerOptions, step: RecordedStep, records: Sequence[Record], source: str
+    path: Path,
+    options: AnswerOptions,
+    step: RecordedStep,
+    records: Sequence[Record],
+    source: str,
+    *,
+    applies: bool = False,
 ) -> int:
     """Write the page, print the answer or one line of JSON, and return the exit code: 1 if no trial
-    could be completed. `source` is how a command line names the records."""
+    could be completed. `source` is how a command line names the records. The next command is left
+    out if the changes are applied now."""
     from stepscope.advisor.verdict import program_verdict
     from stepscope.report.html import html_page
     from stepscope.report.verdict import verdict_facts
 
     own, tried = _of_trials(records), _tried(records)
     verdict = for_shell(program_verdict([step.record, *own], step), options, source)
+    if applies and verdict is not None:
+        verdict = msgspec.structs.replace(verdict, next_command="")
     write_text(path, html_page(advice_page(step, records, verdict, read_history())))
     code = 0
     if reason := why_none(tried):

@@ -19,6 +19,7 @@ from stepscope.cli.common import require_writable, write_text
 from stepscope.cli.messages import log
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Record
+from stepscope.records.stats import FEWEST_PAIRS
 
 
 class Silent:
@@ -73,13 +74,16 @@ def apply_verified(
     for line in gain_lines(gain, device):
         log(line)
     if not (keep or (gain is not None and gain.shown)):
-        log("no patch: the patched script did not gain, or its losses differ (--keep writes it)")
+        if gain is not None:
+            log(f"no patch: {gain.why_not} (--keep writes it)")
         return 0 if gain is not None else 1
     write_text(path, patch.text(path, gain, device))
     log(f"patch: {path}")
     if in_place:
         patch.write_files()
         log(f"changed: {', '.join(sorted(patch.files))}")
+    else:
+        log(f"apply it: {patch.apply_command(path)}")
     return 0
 
 
@@ -87,7 +91,7 @@ def _measured(patch: Patch, rounds: int, loss_steps: int) -> Gain | None:
     """Run the patched script; None if it does not run."""
     log(f"running the patched {patch.script.target} interleaved with the original")
     try:
-        return measure_patch(patch, rounds, loss_steps, Silent())
+        return measure_patch(patch, max(rounds, FEWEST_PAIRS), loss_steps, Silent())
     except StepscopeError as error:
         log(f"the patched script could not be compared: {error}")
         return None

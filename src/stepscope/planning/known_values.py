@@ -1,7 +1,7 @@
 """Values of small tensors in a run on fake tensors.
 
 Programs decide by values: whether a mask has padding, which position is the last. Those values come
-from the batch and from constants, not from the weights, so they are computed beside the fake
+from the batch and from constants, not from the weights, so they are computed next to the fake
 tensors. A value that is read and not known is taken as zero, and its line of code is reported.
 """
 

@@ -39,6 +39,8 @@ FAR_EXTREME = 0.50
 MEAN_KNOWN_TO = 0.05
 SIGNIFICANCE = 0.002
 """Accepted false-positive rate of a verdict, for one comparison among hundreds."""
+FEWEST_PAIRS = 10
+"""Fewer rounds are not significant, even if all agree in their sign."""
 FEWEST_ROUNDS = 3
 """Rounds from which a sequence of paired samples has an interval."""
 _OUTLIERS_SHOW = 10
@@ -92,7 +94,7 @@ def far_above(values: Sequence[float]) -> list[int]:
 
 
 def even_spacing(indices: Sequence[int], count: int) -> int | None:
-    """The period of the indices `places` among `count` samples, or None if they are not evenly
+    """The period of `indices` among `count` samples, or None if they are not evenly
     spaced over all samples. Two indices do not determine a period."""
     gaps = {after - before for before, after in itertools.pairwise(indices)}
     if len(indices) < 3 or len(gaps) != 1:
@@ -304,8 +306,7 @@ def _judge_paired(base: Sequence[float], new: Sequence[float]) -> Judgement:
     plain = paired_ratio(base, new)
     ratios = _in_order(new) - _in_order(base)
     found = difference((ratios,), level_std=0.0, usual_std=math.inf) if len(ratios) > 1 else None
-    # Fewer rounds that all agree in their sign are not significant either.
-    if found is None or 2.0 ** (1 - len(ratios)) >= SIGNIFICANCE:
+    if found is None or len(ratios) < FEWEST_PAIRS:
         return Judgement(outcome="too few samples", ratio=plain, p=1.0)
     wide = _around(found, plain.value, plain.level)
     ratio = msgspec.structs.replace(

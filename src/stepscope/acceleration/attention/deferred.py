@@ -1,5 +1,5 @@
-"""Values that are computed when they are used as a tensor. They are no instances of `torch.Tensor`,
-which torch's C++ code would read as one."""
+"""Values that are computed when they are used as a tensor. They are not instances of
+`torch.Tensor`, which torch's C++ code would read as one."""
 
 from __future__ import annotations
 

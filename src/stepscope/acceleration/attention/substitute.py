@@ -158,7 +158,7 @@ class fused_attention(TorchFunctionMode):  # noqa: N801
 
     @property
     def is_referenced(self) -> bool:
-        """Whether scores or weights, which are no instances of `torch.Tensor`, are in use."""
+        """Whether scores or weights, which are not instances of `torch.Tensor`, are in use."""
         return any(reference() is not None for reference in self._registered)
 
     def register(self, one: DeferredMatmul) -> None:

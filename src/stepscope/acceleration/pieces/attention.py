@@ -98,7 +98,7 @@ def find(model: nn.Module, copies: WeightCopies) -> Found:
 
 
 def _layers(module: nn.Module) -> Layers | str:
-    """Return the layers of an attention, or why it is left; an empty string if it is none."""
+    """Return the layers of an attention, or why it is left; an empty string if it is not one."""
     output = next((name for name in _OUTPUTS if hasattr(module, name)), None)
     forms = (_SEPARATE, _PACKED, _BY_HEAD)
     projections = next(

@@ -274,7 +274,7 @@ def _are_same(
         [(*one._replace(args=(), kwargs={}), one.arguments(those)) for one in some]
         for some, those in ((marked, values), (others, {}))
     )
-    # Marks cannot be compared. What is not a constant is no argument of a branch.
+    # Marks cannot be compared. What is not a constant cannot be an argument of a branch.
     return repr(given) == repr(expected)
 
 

@@ -3,7 +3,7 @@ the next and to the norm after the last one, and norms in the dtype of the matmu
 
 A pre-norm block is recognized by how it calls its parts (`layout_of`); it returns its output in a
 tuple if the original does (`Patch`). Layers of `nn.Transformer` may be post-norm, and have an MLP
-that is no module of its own; the parts of BERT are post-norm, too: a linear layer and the norm of
+that is not a module; the parts of BERT are post-norm, too: a linear layer and the norm of
 its sum with the residual.
 """
 

@@ -133,7 +133,7 @@ class LineObserver(Observer):  # type: ignore[no-untyped-call]
     @contextmanager
     def observing(self, *, complete: bool, functions: bool) -> Iterator[None]:
         """Observe a step, or note its values only. With `functions`, calls of torch functions are
-        told apart by a function mode, which compiled code does not allow."""
+        distinguished by a function mode, which compiled code does not allow."""
         self._complete, self.operators = complete, 0
         self._made.clear()
         self._creators.clear()

@@ -22,7 +22,7 @@ from stepscope.advisor.patch.source import unified_diff
 from stepscope.advisor.scope.overlay import write_overlay
 from stepscope.errors import StepscopeError
 from stepscope.files import replace_file
-from stepscope.records.stats import Judgement, judge
+from stepscope.records.stats import FEWEST_PAIRS, Judgement, judge
 from stepscope.report.format import duration, percent
 from stepscope.version import __version__
 
@@ -39,7 +39,23 @@ class Gain(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shown(self) -> bool:
         """Whether the patched script is faster, with the same losses."""
-        return self.times.outcome == "faster" and self.losses.outcome == "alike"
+        return not self.why_not
+
+    @property
+    def why_not(self) -> str:
+        """Why it is not shown to be; empty if it is."""
+        if self.times.outcome == "too few samples":
+            return (
+                f"{self.rounds} rounds are too few to show a gain ({FEWEST_PAIRS} are needed): let"
+                " the script run longer"
+            )
+        if self.times.outcome != "faster":
+            return "the patched script is not shown to be faster"
+        return {
+            "alike": "",
+            "differ": "its losses differ",
+            "cannot tell": "its losses cannot be compared",
+        }[self.losses.outcome]
 
 
 class Patch(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,14 +80,13 @@ class Patch(msgspec.Struct, frozen=True, kw_only=True):
 
     def text(self, path: Path, gain: Gain | None, device: str) -> str:
         """The patch, with what it does and gains in its first lines."""
-        where = shlex.quote(str(path.absolute()))
-        root = shlex.quote(str(self.root))
+        where, root = shlex.quote(str(path.absolute())), shlex.quote(str(self.root))
         program = shlex.join(["-m"] * self.script.module + [self.script.target, *self.script.words])
         head = [
             f"{self.title}, by Stepscope {__version__}",
             f"program: {program}",
             *gain_lines(gain, device),
-            f"apply: git -C {root} apply {where}",
+            f"apply: {self.apply_command(path)}",
             f"   or: patch -p1 --binary -d {root} < {where}",
             "undo: the same with -R",
             *by_hand_lines(self.by_hand),
@@ -81,6 +96,10 @@ class Patch(msgspec.Struct, frozen=True, kw_only=True):
             for one, new in sorted(self.files.items())
         ]
         return "".join(f"# {line}\n" for line in head) + "".join(parts)
+
+    def apply_command(self, path: Path) -> str:
+        """The command that applies the patch in a file."""
+        return shlex.join(["git", "-C", str(self.root), "apply", str(path.absolute())])
 
     def write_files(self) -> None:
         """Apply the patch, unless a file has changed since it was read."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from stepscope.advisor.patch.libraries import ARGUMENTS
+from stepscope.advisor.patch.libraries import ARGUMENTS, LIGHTNING
 from stepscope.advisor.patch.sites import ByHand, Place, Site, Sites, where
 from stepscope.advisor.patch.source import CannotEditError, Source
 from stepscope.advisor.patch.train_step import use_train_step
@@ -86,7 +86,7 @@ class Edits:
         return self
 
     def _wanted(self) -> set[str]:
-        names = set(self.settings) - set(GROUPS) if self._groups else set(self.settings)
+        names = self.settings.keys() - set(self._groups)
         if self.settings.get("attention") not in (None, ACCELERATE):
             names.add("attention")
         return names | ({ACCELERATE} if self._groups else set())
@@ -308,6 +308,10 @@ class Edits:
         wanted = self.settings["optimizer"]
         if wanted == ACCELERATE or self._by_library("optimizer"):
             return
+        if wanted != "foreach" and self._clips_in_lightning():
+            raise CannotEditError(
+                "Lightning does not clip gradients of a fused optimizer in mixed precision"
+            )
         for site in _some(self.sites.of("optimizer"), "no optimizer was made"):
             source, call = self.call(site)
             if site.about["of_torch"] == "True":
@@ -318,6 +322,17 @@ class Edits:
                 source.set_keyword(call, new, "True")
             else:
                 self._adam_of_torch(source, call, site)
+
+    def _clips_in_lightning(self) -> bool:
+        """Whether a Trainer of Lightning clips gradients, and computes in mixed precision."""
+        for site in (site for kind in LIGHTNING for site in self.sites.of(kind) if site.direct):
+            source, call = self.call(site)
+            given = {keyword.arg: source.text(keyword.value) for keyword in call.keywords}
+            clips = given.get("gradient_clip_val", "None") not in ("None", "0", "0.0")
+            narrow = self.settings.get("dtype") in ("bfloat16", "float16")
+            if clips and (narrow or "mixed" in given.get("precision", "")):
+                return True
+        return False
 
     def _adam_of_torch(self, source: Source, call: ast.Call, site: Site) -> None:
         """Replace an optimizer of the user's, with the settings of Adam, by torch's."""

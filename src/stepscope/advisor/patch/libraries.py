@@ -11,7 +11,8 @@ OF_LIBRARIES = {
 }
 """Module and class of each kind of object."""
 
-_LIGHTNING = {
+LIGHTNING = ("lightning", "pytorch_lightning")
+_PRECISION = {
     ("dtype", "bfloat16"): {"precision": '"bf16-mixed"'},
     ("dtype", "float32"): {"precision": '"32-true"'},
 }
@@ -37,7 +38,6 @@ ARGUMENTS: dict[str, dict[tuple[str, str], dict[str, str]]] = {
         ("dtype", "bfloat16"): {"mixed_precision": '"bf16"'},
         ("dtype", "float32"): {"mixed_precision": '"no"'},
     },
-    "lightning": _LIGHTNING,
-    "pytorch_lightning": _LIGHTNING,
+    **dict.fromkeys(LIGHTNING, _PRECISION),
 }
 """Keyword arguments that make a change, by setting and value."""

@@ -162,7 +162,8 @@ def _show(options: AdviseOptions, records: Sequence[Record]) -> int:
     page = _page(options, Path(options.source).stem if is_file else _subject(base))
     with explained(base.study):
         source = shlex.quote(options.source)
-        code = conclude(page, options, RecordedStep(base, lacks), records, source)
+        recorded = RecordedStep(base, lacks)
+        code = conclude(page, options, recorded, records, source, applies=options.apply)
     return code or _apply(options, records)
 
 
@@ -278,7 +279,8 @@ def _advise_script(
         records = store.records(run.id)
     # A script and a module of the same name are different programs.
     page = _page(options, f"{target}-module" if options.module else Path(target).stem)
-    return conclude(page, options, step, records, run.id) or _apply(options, records)
+    code = conclude(page, options, step, records, run.id, applies=options.apply)
+    return code or _apply(options, records)
 
 
 def _apply(options: AdviseOptions, records: Sequence[Record]) -> int:

@@ -21,10 +21,9 @@ from stepscope.cli.common import json_line, parse
 from stepscope.cli.messages import log, say
 from stepscope.cli.patching import Silent
 from stepscope.errors import UsageError, in_one_line, no_such_file, unknown_name
+from stepscope.records.stats import FEWEST_PAIRS
 
 _CODES: dict[Outcome, int] = {"faster": 0, "refused": 3, "not faster": 3, "cannot tell": 4}
-_FEWEST_ROUNDS = 10
-"""Rounds below which times show nothing, even if all agree."""
 _MARKS = {"pass": "ok", "fail": "FAILS", "unknown": "cannot tell"}
 
 
@@ -66,10 +65,10 @@ def main(words: list[str]) -> int:
         raise UsageError(
             "there are not two scripts to judge", "give a changed script, or --commits A B"
         )
-    if options.steps < FEWEST_STEPS or options.rounds < _FEWEST_ROUNDS:
+    if options.steps < FEWEST_STEPS or options.rounds < FEWEST_PAIRS:
         raise UsageError(
             f"--steps is {options.steps} and --rounds {options.rounds}",
-            f"use at least {FEWEST_STEPS} steps and {_FEWEST_ROUNDS} rounds",
+            f"use at least {FEWEST_STEPS} steps and {FEWEST_PAIRS} rounds",
         )
     if options.dtype not in GRADIENT_ERROR:
         raise unknown_name("dtype", options.dtype, GRADIENT_ERROR)

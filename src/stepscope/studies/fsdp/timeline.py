@@ -133,7 +133,7 @@ def _finding(timed: Timed) -> Finding:
     return timed.case.finding(
         "in-time",
         f"of {len(gathers)} gathers of a step on all ranks, {early} end before their weight is"
-        f" needed, {late} after it, and {len(gathers) - early - late} cannot be told apart; the"
+        f" needed, {late} after it, and {len(gathers) - early - late} are inconclusive; the"
         f" least margin is {_bracketed(margins[at])} ({worst.weight}, {worst.phase}, rank {rank}).",
         {
             "gathers": len(gathers),
