@@ -20,7 +20,7 @@ from torch.autograd import Variable
 
 from stepscope.advisor.observer.clock import StepClock
 
-GRADIENTS = "gradients at the end of the backward"
+GRADIENTS = "gradient reduction"
 _COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "all_gather_single"),
     *("allgather_into_tensor_coalesced", "all_gather_single_coalesced", "reduce_scatter"),
@@ -29,12 +29,15 @@ _COLLECTIVES = (
     *("broadcast", "reduce", "gather", "scatter", "barrier"),
 )
 """Methods of a process group, by their names in torch 2.11 and 2.13."""
-_OPERATIONS = {
-    **{0: "broadcast", 1: "all_reduce", 2: "all_reduce", 3: "reduce", 4: "all_gather"},
-    **{5: "all_gather", 6: "all_gather", 7: "gather", 8: "scatter", 9: "reduce_scatter"},
-    **{10: "all_to_all", 11: "all_to_all", 12: "send", 13: "recv", 14: "recv", 15: "barrier"},
-    **{16: "reduce_scatter", 18: "all_reduce"},
-}
+_OPERATIONS = dict(
+    enumerate(
+        (
+            *("broadcast", "all_reduce", "all_reduce", "reduce", "all_gather", "all_gather"),
+            *("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "all_to_all"),
+            *("send", "recv", "recv", "barrier", "reduce_scatter", "coalesced", "all_reduce"),
+        )
+    )
+)
 """Names by the numbers of `c10d::OpType`."""
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _FSDP_WAITS = {

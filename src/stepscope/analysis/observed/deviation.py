@@ -8,6 +8,7 @@ steps depend on each other, it includes that.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -149,7 +150,7 @@ class MemoryGrowth:
         if grown < max(LEAST_BYTES, LEAST_GROWTH * least[0][0]):
             return None
         # Each quarter grows by a notable part of the whole: a single jump is not growth.
-        gains = [after[0] - before[0] for before, after in zip(least, least[1:], strict=False)]
+        gains = [after[0] - before[0] for before, after in itertools.pairwise(least)]
         if min(gains) < grown / (3 * len(gains)):
             return None
         return Alarm(

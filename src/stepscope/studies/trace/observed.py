@@ -12,6 +12,8 @@ from stepscope.report.tables import col, table
 
 _MOST_POINTS = 400
 _MOST_RANKS = 8
+_OF_ALL = "drift", "level-shift"
+"""Deviations of a synchronous step, which all ranks report."""
 _MORE = {
     "compute": "of computation",
     "communication": "waiting for collectives",
