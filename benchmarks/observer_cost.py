@@ -10,7 +10,7 @@
 - Even: `--steps` steps of 10 ms on four gloo ranks, of even and of varying length. A line has the
   number of alarms.
 
-Steps have their lengths by sleeping, so that the ranks need few cores.
+Computation has its length by sleeping until it is over, so that the ranks need few cores.
 """
 
 from __future__ import annotations
@@ -91,9 +91,11 @@ def training(wait_s: float = 0.0) -> tuple[Any, torch.optim.Optimizer, Any]:
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, batches: Any, length_s: float = 0.0) -> None:
-    loss = model(next(batches)).pow(2).mean()
+    batch = next(batches)
+    end_s = time.perf_counter() + length_s
+    loss = model(batch).pow(2).mean()
     if length_s:
-        time.sleep(length_s)
+        time.sleep(max(0.0, end_s - time.perf_counter()))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -49,16 +49,17 @@ def main(words: list[str]) -> int:
         ObserveOptions,
         own,
         "observe",
-        "Run an unmodified training script and observe all of its steps, on every rank. A line of\n"
-        "JSON every few steps has the step time, split into compute, exposed communication, loader\n"
-        "and host. Stragglers, drift of the step time and growth of the memory are reported on\n"
-        "standard error, and steps are traced after them. The script's output and exit code are\n"
-        "unchanged. Options of observe go before the script, the script's options after it.",
+        "Run an unmodified training script and observe all of its steps, on every rank. A line of"
+        " JSON every few steps has the step time, split into compute, exposed communication,"
+        " loader and host. Stragglers, drift of the step time and growth of the memory are"
+        " reported on standard error, and steps are traced after them. The script's output and"
+        " exit code are unchanged. Options of observe go before the script, the script's options"
+        " after it.",
         (
             "stepscope observe train.py --batch-size 8",
             "stepscope observe --nproc 4 train.py",
             "torchrun --nproc-per-node 8 -m stepscope observe -m mylab.train --steps 1000",
-            "stepscope observe --folder /shared/job-17 --prometheus /var/lib/node_exporter train.py",
+            "stepscope observe --folder /shared/job-17 --prometheus /var/lib/metrics train.py",
             "stepscope trace stepscope-out/observer",
         ),
     )
@@ -82,8 +83,9 @@ def main(words: list[str]) -> int:
     text = msgspec.json.encode(order).decode()
     command = script_command(str(options.folder.absolute()), text, *flags)
     if options.nproc:
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-        command = [sys.executable, *flags, *torchrun, str(options.nproc), *command[1 + len(flags) :]]
+        torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", options.nproc)
+        script = command[1 + len(flags) :]
+        command = [sys.executable, *flags, "-m", *map(str, torchrun), *script]
     if os.environ.get("RANK", "0") == "0":
         log(f"observing; afterwards or meanwhile: stepscope trace {options.folder}")
     sys.stdout.flush()
