@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -31,6 +31,8 @@ _SETTLING = 1
 _MAX_BEHIND = 3
 """Lines after which a rank that wrote none is left out."""
 
+_WATCHED = ("own", *OWN_PARTS)
+
 Lines = Mapping[int, Steps]
 
 
@@ -43,8 +45,9 @@ class Stragglers:
         self._waiting: dict[int, dict[int, Steps]] = {}
         """By step, the lines that end with it."""
         self._latest: deque[Lines] = deque(maxlen=IN_A_ROW_IF_NOISY)
-        self._late: dict[int, deque[float]] = {}
-        """By rank, its own time beyond that of the others, as a share of the step."""
+        self._late: dict[str, dict[int, deque[float]]] = {}
+        """For the own time of a step and for each part of it, by rank: the time beyond that of the
+        others, as a share of the step. A part may vary less than the whole."""
         self._named: set[int] = set()
         self._skip = _SETTLING
         self._compared = 0
@@ -66,42 +69,39 @@ class Stragglers:
         if self._skip:
             self._skip -= 1
             return []
-        if self._late.keys() != lines.keys():
-            self._late = {rank: deque(maxlen=LINES) for rank in lines}
+        if not self._latest or self._latest[-1].keys() != lines.keys():
+            self._late = {part: {r: deque(maxlen=LINES) for r in lines} for part in _WATCHED}
             self._latest.clear()
         self._latest.append(lines)
         self._compared += 1
-        others = _Others([line.own_ms for line in lines.values()])
-        for rank, line in lines.items():
-            late = line.own_ms - others.median(line.own_ms)
-            self._late[rank].append(late / max(line.step_ms, 1e-6))
+        for part, late in self._late.items():
+            times = {rank: line.part_ms(part) for rank, line in lines.items()}
+            others = _Others(list(times.values()))
+            for rank, ms in times.items():
+                share = (ms - others.median(ms)) / max(lines[rank].step_ms, 1e-6)
+                late[rank].append(share)
         if len(self._latest) < IN_A_ROW:
             return []
-        limit, in_a_row = self._limit()
+        found = {rank for late in self._late.values() for rank in self._beyond(late)}
         alarms = []
-        for rank, values in self._late.items():
-            latest = list(values)[-in_a_row:]
-            late = len(latest) == in_a_row and min(latest) > limit
-            if rank not in self._named and (late or self._late_in_the_mean(values)):
+        for rank, values in self._late["own"].items():
+            latest = list(values)[-IN_A_ROW:]
+            # A part that takes longer, in a rank that is as fast as the others, delays nobody.
+            late_in_all = rank in found and statistics.fmean(latest) > LEAST_LATE
+            if late_in_all and rank not in self._named:
                 self._named.add(rank)
                 alarms.append(self._alarm(rank))
             elif max(latest) < LEAST_LATE / 2:
                 self._named.discard(rank)
         return alarms
 
-    def _limit(self) -> tuple[float, int]:
-        """Return the limit, and the number of lines that have to be beyond it."""
-        distances = [
-            value - middle
-            for values in self._late.values()
-            for middle in [statistics.median(values)]
-            for value in values
-        ]
-        # The lines of a rank, which are few, have their own median; two ranks mirror each other.
-        missing = 4.0 if len(self._late) == 2 else 2.0
-        few = 1.0 + missing / (min(map(len, self._late.values())) - 1)
-        limit = SCATTERS * few * scatter_of(distances, 0.0)
-        return (LEAST_LATE, IN_A_ROW) if limit <= LEAST_LATE else (limit, IN_A_ROW_IF_NOISY)
+    def _beyond(self, late: Mapping[int, deque[float]]) -> Iterator[int]:
+        """Yield the ranks that are beyond the limit."""
+        limit, in_a_row = _limit(late)
+        for rank, values in late.items():
+            latest = list(values)[-in_a_row:]
+            if (len(latest) == in_a_row and min(latest) > limit) or self._late_in_the_mean(values):
+                yield rank
 
     def _late_in_the_mean(self, values: deque[float]) -> bool:
         """Return True if a full past of lines shows it, none of which does alone."""
@@ -126,6 +126,21 @@ class Stragglers:
             after=statistics.fmean(lines[rank].own_ms for lines in latest),
             more=more[part],
         )
+
+
+def _limit(late: Mapping[int, deque[float]]) -> tuple[float, int]:
+    """Return the limit, and the number of lines that have to be beyond it."""
+    distances = [
+        value - middle
+        for values in late.values()
+        for middle in [statistics.median(values)]
+        for value in values
+    ]
+    # The lines of a rank, which are few, have their own median; two ranks mirror each other.
+    missing = 4.0 if len(late) == 2 else 2.0
+    few = 1.0 + missing / (min(map(len, late.values())) - 1)
+    limit = SCATTERS * few * scatter_of(distances, 0.0)
+    return (LEAST_LATE, IN_A_ROW) if limit <= LEAST_LATE else (limit, IN_A_ROW_IF_NOISY)
 
 
 class _Others:
