@@ -14,7 +14,7 @@
 set -euo pipefail
 
 SHARED=${SHARED:-$PWD}
-head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 folder=$SHARED/observer-$SLURM_JOB_ID
 
 srun torchrun \
@@ -22,5 +22,5 @@ srun torchrun \
     --nproc-per-node "$SLURM_GPUS_ON_NODE" \
     --rdzv-id "$SLURM_JOB_ID" \
     --rdzv-backend c10d \
-    --rdzv-endpoint "$head_node:29500" \
+    --rdzv-endpoint "${nodes[0]}:29500" \
     "$@" --folder "$folder"

@@ -40,7 +40,7 @@ def test_fsdp2_in_an_own_loop(tmp_path: Path) -> None:
 
 def test_the_slurm_job_starts_a_torchrun_on_each_node(tmp_path: Path) -> None:
     for name, text in (
-        ("scontrol", 'echo node-a; echo node-b; test "$*" = "show hostnames node-[a-b]"'),
+        ("scontrol", 'test "$*" = "show hostnames node-[a-b]" && printf "node-a\\nnode-b\\n"'),
         ("srun", 'printf "%s\\n" "$@"'),
     ):
         stand_in = tmp_path / name
