@@ -3,8 +3,9 @@
     python benchmarks/observer_cost.py [--out results/observer_cpu.jsonl] [--steps 10000]
 
 - Cost: CPU time of a step with the observer minus that without, of the training's thread and of all
-  threads, for a small model in DistributedDataParallel with a DataLoader, the least of several
-  repetitions. Its share of a step of 100 ms follows.
+  threads, for a small model in DistributedDataParallel with a DataLoader: the difference of the
+  least of many short repetitions, which other work on the machine disturbs least. Its share of a
+  step of 100 ms follows.
 - Planted: steps of 100 ms on four gloo ranks, of which one computes 5 % longer, or waits 5 ms
   longer for its loader. A line says at which step it was named.
 - Even: `--steps` steps of 10 ms, and a tenth of them on four gloo ranks, where each step of each
@@ -34,7 +35,7 @@ from stepscope.measure.device import cpu_name
 from stepscope.parallel import Limits, launch
 
 RANKS, SLOW = 4, 2
-COST_STEPS, REPEATS, STEP_MS = 2_000, 7, 100.0
+COST_STEPS, REPEATS, STEP_MS = 100, 60, 100.0
 LATE = 0.05
 PLANTED_STEPS = 50
 NOISE = 0.2

@@ -34,7 +34,7 @@ def test_fsdp2_in_an_own_loop(tmp_path: Path) -> None:
     for one in ranks:
         assert [line.step for line in one.steps] == [10, 20, 25]
         waits = {wait.collective for wait in one.steps[-1].waits}
-        assert {"all_gather", "gradient reduction"} <= waits
+        assert "all_gather" in waits
         assert one.steps[-1].communication_ms > 0.0
 
 

@@ -40,7 +40,7 @@ from stepscope.analysis.observed.stragglers import Stragglers
 from stepscope.errors import UsageError, one_line
 from stepscope.files import replace_file
 from stepscope.measure.device import CpuDevice, CudaDevice, Device
-from stepscope.measure.modules import hooked_roots, trained_models
+from stepscope.measure.modules import before_calls, trained_models
 from stepscope.studies.trace.observed import alarm_text
 
 DEFAULT_FOLDER = Path(os.environ.get("STEPSCOPE_OUT", "stepscope-out")) / "observer"
@@ -206,14 +206,13 @@ class Observer(StepFollower):
             self._device = CudaDevice(parameters[0].device.index or 0)
             torch.cuda.set_device(current)
         self._clock = StepClock(self._device)
+        self._models = trained_models(parameters)
         self._waits = CollectiveWaits(self._clock)
-        self._waits.attach()
+        self._waits.attach(self._models)
         self._open.callback(self._waits.remove)
         self._open.enter_context(batches_taken(self._clock.loading))
-        self._models = trained_models(parameters)
-        hooks = hooked_roots(self._models, self._forward_begins, lambda *_: None)
-        if hooks is not None:
-            self._open.enter_context(hooks)
+        for handle in before_calls(self._models, self._forward_begins):
+            self._open.callback(handle.remove)
         self._deviation, self._growth = StepDeviation(self._rank), MemoryGrowth(self._rank)
         if not self._rank:
             self._stragglers = Stragglers(self._ranks)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
 from stepscope.advisor.observer.clock import StepClock
 
@@ -53,11 +54,14 @@ class CollectiveWaits:
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
         self._plain: list[tuple[Any, str, Any]] = []
-        self._finishing = False
+        self._ddp = self._finishing = False
 
-    def attach(self) -> None:
+    def attach(self, models: Sequence[torch.nn.Module]) -> None:
+        """Watch the collectives of a program that trains these models."""
         if not dist.is_available():
             return
+        parts = (part for model in models for part in model.modules())
+        self._ddp = any(isinstance(part, DistributedDataParallel) for part in parts)
         library: Any = torch._C._distributed_c10d
         self._replace(library.Work, "wait", _name_of_work)
         if self._clock.on_gpu:
@@ -74,11 +78,11 @@ class CollectiveWaits:
 
     def backward_begins(self, roots: Any) -> None:
         """Mark the end of this backward, before anything that is queued within it."""
-        root = roots[0] if isinstance(roots, tuple | list) and roots else roots
-        if not dist.is_available() or not dist.is_initialized() or _compiled_autograd():
+        if not self._ddp or _compiled_autograd():
             return
+        root = roots[0] if isinstance(roots, tuple | list) and roots else roots
         if isinstance(root, torch.Tensor) and root.requires_grad:
-            root.register_hook(self._queue)
+            root.register_hook(self._queue)  # type: ignore[no-untyped-call]
 
     def backward_ended(self) -> None:
         if self._finishing:
