@@ -186,6 +186,17 @@ def test_an_error_never_reaches_the_program(
     assert not observer._following
 
 
+def test_an_observer_ends_the_one_before(tmp_path: Path) -> None:
+    first, second = Observer(tmp_path / "first", every=2), Observer(tmp_path / "second", every=2)
+    model, optimizer = network()
+    for _ in range(4):
+        train(model, optimizer)
+    second.close()
+    assert first.latest is None
+    assert only(tmp_path / "second").steps[-1].step == 4
+    assert torch.Tensor.backward.__module__ == "torch._tensor"
+
+
 def test_an_invalid_option_is_an_error_of_the_caller() -> None:
     with pytest.raises(UsageError, match="at least 2"):
         Observer(every=1)
@@ -286,8 +297,10 @@ def test_a_deviation_is_reported_and_traced(
     assert any(one.traced for one in rank.steps)
 
 
-def test_requests_are_few_and_far_between(tmp_path: Path) -> None:
+def test_requests_are_few_and_far_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trace-request.json").write_text('{"step": 9, "ranks": [0]}')
     requests = Requests(tmp_path, ranks=64)
+    assert read_request(tmp_path) is None
     requests.ask(step=100, rank=40, step_ms=10.0, every=10)
     first = read_request(tmp_path)
     assert first is not None
@@ -295,7 +308,9 @@ def test_requests_are_few_and_far_between(tmp_path: Path) -> None:
     assert first.step == 100 + 201
     requests.ask(step=5_000, rank=1, step_ms=10.0, every=10)
     assert read_request(tmp_path) == first
-    traced = requests.result(ending=True)
+    assert requests.result(ending=True) is None
+    monkeypatch.setattr("stepscope.advisor.observer.traced._WITHIN_S", 0.0)
+    traced = requests.result()
     assert traced is not None
     assert traced.verdict == "no rank wrote a trace"
     requests.ask(step=900, rank=1, step_ms=10.0, every=10)

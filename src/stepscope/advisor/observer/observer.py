@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,9 @@ class Observer(StepFollower):
     after each step. Errors are logged once and never raised in the loop.
     """
 
+    _running: ClassVar[Observer | None] = None
+    """The observer of this process: that of a script ends that of `stepscope observe`."""
+
     def __init__(
         self,
         folder: str | Path | None = None,
@@ -109,6 +112,9 @@ class Observer(StepFollower):
         self._deviation, self._growth = StepDeviation(), MemoryGrowth()
         self._exported = 0.0
         self._taken: Steps | None = None
+        if Observer._running is not None:
+            Observer._running.close()
+        Observer._running = self
         self.follow()
         atexit.register(self.close)
 
@@ -142,6 +148,7 @@ class Observer(StepFollower):
         if self._closed or not self._is_own:
             return
         self._closed = True
+        Observer._running = None
         atexit.unregister(self.close)
         with suppress(Exception):
             self._stop_watching()
@@ -218,7 +225,8 @@ class Observer(StepFollower):
             self._stragglers = Stragglers(self._ranks)
             others = range(1, self._ranks)
             self._tails = {rank: Tail(rank_file(self.folder, rank)) for rank in others}
-            self._requests = Requests(self.folder, self._ranks) if self._trace else None
+            if self._trace:
+                self._requests = Requests(self.folder, self._ranks)
         start = Start(
             at=time.time(),
             rank=self._rank,
@@ -297,9 +305,8 @@ class Observer(StepFollower):
 
     def _idle(self) -> Iterator[Line]:
         """On the first rank, compare the ranks and fetch verdicts; on all, look for a request."""
-        if self._trace and (request := read_request(self.folder)) is not None:
-            # One of an earlier job in this folder is older than its file.
-            self._request = request if request.step > self._steps else self._request
+        if self._trace:
+            self._request = read_request(self.folder)
         if self.latest is None:
             # The files of an earlier job are moved aside in the first steps.
             return

@@ -7,6 +7,7 @@ read it. Its thread then has another process analyze the traces.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -59,6 +60,8 @@ class Requests:
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self._folder, self._ranks = folder, ranks
+        # That of an earlier job.
+        (folder / REQUEST).unlink(missing_ok=True)
         self._requested = 0
         self._next = 0
         self._open: Request | None = None
@@ -75,7 +78,8 @@ class Requests:
         few = self._ranks <= _MAX_RANKS
         ranks = range(self._ranks) if few else sorted({0, *near})
         request = Request(step=step + ahead, ranks=tuple(ranks))
-        request.folder(self._folder).mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(request.folder(self._folder), ignore_errors=True)
+        request.folder(self._folder).mkdir(parents=True)
         replace_file(self._folder / REQUEST, [msgspec.json.encode(request)])
         self._open, self._since = request, time.monotonic()
         self._requested += 1
@@ -94,7 +98,7 @@ class Requests:
             if written < len(request.ranks) and not late:
                 return None
             if not written:
-                return self._ended(request, "no rank wrote a trace")
+                return None if ending else self._ended(request, "no rank wrote a trace")
             with (folder / "verdict.json").open("wb") as file:
                 self._analysis = subprocess.Popen(
                     own_command("stepscope", "trace", str(folder), "--json", "--out", str(folder)),
