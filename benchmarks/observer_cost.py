@@ -11,7 +11,8 @@
 - Even: `--steps` steps of 10 ms, and a tenth of them on four gloo ranks, where each step of each
   rank has another length (20 % standard deviation). A line has the number of alarms.
 
-Computation has its length by sleeping until it is over, so that the ranks need few cores.
+Computation has its length by sleeping until it is over, so that the ranks need few cores; even
+steps end on a schedule, also on a busy machine.
 """
 
 from __future__ import annotations
@@ -91,12 +92,18 @@ def training(wait_s: float = 0.0) -> tuple[Any, torch.optim.Optimizer, Any]:
     return model, optimizer, iter(DataLoader(Rows(wait_s)))
 
 
-def step(model: Any, optimizer: torch.optim.Optimizer, batches: Any, length_s: float = 0.0) -> None:
+def step(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    batches: Any,
+    length_s: float = 0.0,
+    end_s: float = 0.0,
+) -> None:
+    """Compute for `length_s` once the batch is there, or until `end_s`."""
     batch = next(batches)
-    end_s = time.perf_counter() + length_s
+    end_s = end_s or time.perf_counter() + length_s
     loss = model(batch).pow(2).mean()
-    if length_s:
-        time.sleep(max(0.0, end_s - time.perf_counter()))
+    time.sleep(max(0.0, end_s - time.perf_counter()))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -159,9 +166,11 @@ def unplanted(_: object, what: str, steps: int) -> dict[str, Any]:
     lengths = random.Random(dist.get_rank())
     with tempfile.TemporaryDirectory() as own:
         observer = stepscope.Observer(_shared(own), trace=False)
+        dist.barrier()
+        end_s = time.perf_counter()
         for _ in range(steps):
-            factor = lengths.lognormvariate(0.0, NOISE) if what == "noisy" else 1.0
-            step(*parts, 0.01 * factor)
+            end_s += 0.01 * (lengths.lognormvariate(0.0, NOISE) if what == "noisy" else 1.0)
+            step(*parts, end_s=end_s)
         observer.close()
         alarms: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(alarms, [one.text for one in observer.alarms])

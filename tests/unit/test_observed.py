@@ -59,6 +59,7 @@ def line(
     *,
     own_ms: float | None = None,
     loader_ms: float = 0.0,
+    usual_ms: float | None = None,
     **more: object,
 ) -> Steps:
     own = step_ms if own_ms is None else own_ms
@@ -72,14 +73,17 @@ def line(
         communication_ms=step_ms - own,
         loader_ms=loader_ms,
         host_ms=0.0,
+        usual_ms=own if usual_ms is None else usual_ms,
         **more,  # type: ignore[arg-type]
     )
 
 
+def of_lines(values: Floats) -> Floats:
+    return values[: len(values) // EVERY * EVERY].reshape(-1, EVERY)
+
+
 def means(values: Floats) -> list[float]:
-    return [
-        float(mean) for mean in values[: len(values) // EVERY * EVERY].reshape(-1, EVERY).mean(1)
-    ]
+    return [float(mean) for mean in of_lines(values).mean(axis=1)]
 
 
 def deviations(values: Floats) -> list[Alarm]:
@@ -168,6 +172,7 @@ def compared(own: Floats, loader: Floats | None = None) -> list[Alarm]:
     """Feed the lines of ranks, a row of own times each, that step together."""
     detector = Stragglers(len(own))
     times = [means(row) for row in own]
+    usual = [np.median(of_lines(row), axis=1) for row in own]
     loads = None if loader is None else [means(row) for row in loader]
     found = []
     for index in range(len(times[0])):
@@ -178,7 +183,14 @@ def compared(own: Floats, loader: Floats | None = None) -> list[Alarm]:
                 Wait("all_gather", 1.0, 0.1),
                 Wait("all_reduce", values[index], step - values[index]),
             )
-            one = line(index, step, own_ms=values[index], loader_ms=loaded, waits=waits)
+            one = line(
+                index,
+                step,
+                own_ms=values[index],
+                loader_ms=loaded,
+                usual_ms=float(usual[rank][index]),
+                waits=waits,
+            )
             found += detector.add(rank, one)
     return found
 
@@ -215,6 +227,14 @@ def test_a_straggler_of_a_noisy_job_is_named_later() -> None:
     found = compared(own)
     assert {alarm.rank for alarm in found} == {1}
     assert found[0].step <= 400
+
+
+def test_delays_of_single_steps_do_not_hide_a_straggler() -> None:
+    own = 100.0 + rng(6).normal(0.0, 0.3, (4, 200)) + 60.0 * (rng(7).random((4, 200)) < 0.05)
+    own[3] += 6.0
+    found = compared(own)
+    assert {alarm.rank for alarm in found} == {3}
+    assert found[0].step <= 100
 
 
 def test_a_straggler_that_recovers_can_be_named_again() -> None:

@@ -346,6 +346,7 @@ def summarized(times: Sequence[StepTimes]) -> Steps:
     timed = [one for one in times if one.communication_ms is not None]
     waited = [one.communication_ms or 0.0 for one in timed]
     communication_ms = statistics.fmean(waited) if waited else 0.0
+    own = timed or times
     names = [wait.collective for wait in timed[-1].waits] if timed else []
     alike = [one.waits for one in timed if [wait.collective for wait in one.waits] == names]
     waits = tuple(
@@ -366,6 +367,7 @@ def summarized(times: Sequence[StepTimes]) -> Steps:
         communication_ms=communication_ms,
         loader_ms=loader_ms,
         host_ms=host_ms,
+        usual_ms=statistics.median(one.step_ms - (one.communication_ms or 0.0) for one in own),
         waits=waits,
     )
 

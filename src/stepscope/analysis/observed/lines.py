@@ -48,7 +48,7 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True, tag="steps", tag_field="kind"):
-    """Consecutive steps of a rank: means in milliseconds."""
+    """Consecutive steps of a rank, in milliseconds."""
 
     at: float
     step: Int64
@@ -63,6 +63,8 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True, tag="steps", tag_field="k
     loader_ms: float
     host_ms: float
     """Before a forward, but not in a DataLoader: logging, checkpoints, validation."""
+    usual_ms: float = 0.0
+    """Median of the own time, which pauses of single steps do not affect; the others are means."""
     allocated_bytes: Size | None = None
     """By the allocator of the GPU."""
     reserved_bytes: Size | None = None

@@ -31,7 +31,7 @@ _SETTLING = 1
 _MAX_BEHIND = 3
 """Lines after which a rank that wrote none is left out."""
 
-_WATCHED = ("own", *OWN_PARTS)
+_WATCHED = ("own", "usual", *OWN_PARTS)
 
 Lines = Mapping[int, Steps]
 
@@ -46,8 +46,9 @@ class Stragglers:
         """By step, the lines that end with it."""
         self._latest: deque[Lines] = deque(maxlen=IN_A_ROW_IF_NOISY)
         self._late: dict[str, dict[int, deque[float]]] = {}
-        """For the own time of a step and for each part of it, by rank: the time beyond that of the
-        others, as a share of the step. A part may vary less than the whole."""
+        """For the own time of a step (mean and median) and for each part of it, by rank: the time
+        beyond that of the others, as a share of the step. A part may vary less than the whole, and
+        a median less than a mean."""
         self._named: set[int] = set()
         self._skip = _SETTLING
         self._compared = 0
@@ -137,7 +138,7 @@ def _limit(late: Mapping[int, deque[float]]) -> tuple[float, int]:
         for value in values
     ]
     # The lines of a rank, which are few, have their own median; two ranks mirror each other.
-    missing = 4.0 if len(late) == 2 else 2.0
+    missing = 6.0 if len(late) == 2 else 2.0
     few = 1.0 + missing / (min(map(len, late.values())) - 1)
     limit = SCATTERS * few * scatter_of(distances, 0.0)
     return (LEAST_LATE, IN_A_ROW) if limit <= LEAST_LATE else (limit, IN_A_ROW_IF_NOISY)
