@@ -26,6 +26,7 @@ SPEED = "<!-- speed: benchmarks/job_reading.py -->"
 TOOLS = "<!-- tools: benchmarks/public_traces.py -->"
 LEDGERS = "<!-- ledgers: benchmarks/public_traces.py -->"
 COST = "<!-- cost: benchmarks/callback_cost.py -->"
+OBSERVER = "<!-- observer: benchmarks/observer_cost.py -->"
 PUBLISHED = "<!-- published: benchmarks/rehearsal_published.py -->"
 
 Line = dict[str, Any]
@@ -40,6 +41,7 @@ def loop_pages(root: Path) -> dict[str, str]:
         (TRACES, TOOLS, _tools(results)),
         (TRACES, LEDGERS, _ledgers(lines_of(results / "public-traces.jsonl"))),
         (INTEGRATIONS, COST, _cost(lines_of(results / "callback-cost_cpu.jsonl"))),
+        (INTEGRATIONS, OBSERVER, _observer(lines_of(results / "observer_cpu.jsonl"))),
         (OWN_STEP, PUBLISHED, _published()),
     ):
         texts[name] = replaced(texts[name], begin, text)
@@ -142,6 +144,28 @@ def _cost(lines: list[Line]) -> str:
         f" {analysis['processor']} (`python benchmarks/callback_cost.py`)."
     )
     return f"{markdown(table('cost', '', rows, columns)).strip()}\n\n{text}"
+
+
+def _observer(lines: list[Line]) -> str:
+    """The cost of an observer, and what it found."""
+    found = {line["what"]: line for line in lines}
+    cost, even, noisy = (found[name] for name in ("cost", "even", "noisy"))
+    named = [
+        f"one that {doing} was named at step {found[name]['named_at']}"
+        for name, doing in (("straggler", "computes 5 % longer"), ("loader", "loads 5 ms longer"))
+        if (found[name].get("rank"), found[name].get("part"))
+        == (found[name].get("planted"), "compute" if name == "straggler" else "loader")
+    ]
+    assert len(named) == 2, "the record has a rank that was not named"
+    return (
+        f"A step of DistributedDataParallel with a DataLoader costs {cost['process_us']:.0f} µs of"
+        f" CPU time more with an observer, {100 * cost['share_of_100_ms']:.2f} % of a step of"
+        f" 100 ms. Of four gloo ranks with steps of 100 ms, {' and '.join(named)}. There were"
+        f" {even['alarms']} alarms in {even['steps']:,} even steps of 10 ms, and"
+        f" {noisy['alarms']} in {noisy['steps']:,} steps of four ranks whose lengths vary by 20 %."
+        f" Measured on an {cost['processor']} with two cores that were busy with other work"
+        " (`python benchmarks/observer_cost.py`)."
+    )
 
 
 def _published() -> str:

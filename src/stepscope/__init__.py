@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from stepscope.acceleration.accelerate import accelerate
     from stepscope.acceleration.capture import capture
     from stepscope.acceleration.train_step import TrainStep
+    from stepscope.advisor.observer.observer import Observer
     from stepscope.advisor.scope.library import Scope
     from stepscope.planning.predict import predict
 
-__all__ = ["Scope", "TrainStep", "__version__", "accelerate", "capture", "predict"]
+__all__ = ["Observer", "Scope", "TrainStep", "__version__", "accelerate", "capture", "predict"]
 
 _MODULES = {
+    "Observer": "stepscope.advisor.observer.observer",
     "Scope": "stepscope.advisor.scope.library",
     "TrainStep": "stepscope.acceleration.train_step",
     "accelerate": "stepscope.acceleration.accelerate",

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from stepscope.advisor.scope.library import Scope
+from stepscope.analysis.observed.lines import read_folder
 from stepscope.records.jsonl import read_records
 from stepscope.studies.program.rows import ProgramRecord
 
@@ -137,6 +138,27 @@ def test_trainer_records_logs_and_trains_as_before(
     assert "stepscope" not in captured.out
     assert "A step takes" in captured.err
     assert f"page: {page}" in captured.err
+
+
+def test_all_steps_are_observed_and_logged(tmp_path: Path) -> None:
+    plain = train_hf(tmp_path, steps=24)
+    reporter = Reporter()
+    callback = StepscopeCallback(**FEW, page=tmp_path / "page.html", observe=True)
+    assert train_hf(tmp_path, reporter, callback, steps=24) == plain
+    logged = [logs for logs in reporter.logged if "stepscope/loader_ms" in logs]
+    assert len(logged) == 2
+    (rank,) = read_folder(tmp_path / "observer")
+    assert [line.step for line in rank.steps] == [10, 20, 24]
+    assert logged[0]["stepscope/step_ms"] == rank.steps[0].step_ms
+    assert callback.record is not None
+    csv_logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    lightning_callback = StepscopeLightningCallback(
+        **FEW, page=tmp_path / "lightning" / "page.html", observe=True
+    )
+    train_lightning(tmp_path, lightning_callback, logger=csv_logger)
+    assert lightning_callback.observer is not None
+    (rank,) = read_folder(tmp_path / "lightning" / "observer")
+    assert rank.steps[-1].step >= 8
 
 
 def test_trainer_continues_after_an_error_in_the_callback(

@@ -15,10 +15,11 @@ FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = [FOLDER / f"{name}.py" for name in ("nano_gpt", "slow", "vit")]
 OWN_CLASSES = FOLDER / "cs336_lm.py"
 OF_OTHER_LIBRARIES = {
-    *("hf_llama", "hf_trainer", "lightning_gpt", "timm_vit"),
+    *("hf_fsdp2", "hf_llama", "hf_trainer", "lightning_gpt", "timm_vit"),
     *("callbacks_accelerate", "callbacks_hf", "callbacks_lightning"),
 }
-"""Run by tests/integrations: test_accelerated_examples.py and test_callbacks.py."""
+"""Run by tests/integrations: test_accelerated_examples.py, test_callbacks.py and
+test_cluster_recipes.py."""
 
 
 def output_of(
@@ -38,7 +39,8 @@ def losses_in(output: str) -> list[float]:
 def test_every_example_is_tested() -> None:
     here = {path.stem for path in FOLDER.glob("*.py")}
     # The kernel has tests of its own, in tests/kernels.
-    others = {OWN_CLASSES.stem, "harness", "weighted_sum"}
+    # That of FSDP2 with several ranks, in tests/distributed.
+    others = {OWN_CLASSES.stem, "harness", "weighted_sum", "fsdp2"}
     assert here == {path.stem for path in EXAMPLES} | OF_OTHER_LIBRARIES | others
 
 

@@ -22,6 +22,7 @@ from stepscope.errors import StepscopeError, in_one_line, unknown_name
 COMMANDS = {
     "run": "measure a preset or one study, then write the report",
     "inspect": "run your script; show where its step's time and memory go",
+    "observe": "run your script; watch all its steps, on every rank",
     "advise": "list changes with predicted gains; --verify measures them",
     "check": "grade your own attention, RMSNorm, DDP, FSDP, ShardedOptimizer",
     "judge": "decide if a changed script is faster at the same training",

@@ -10,6 +10,7 @@ import torch
 
 from stepscope.acceleration.accelerate import accelerate
 from stepscope.acceleration.report import Report
+from stepscope.advisor.observer.observer import Observer
 from stepscope.advisor.scope.library import Scope
 from stepscope.advisor.scope.stages import Effort
 from stepscope.analysis.limits import mfu, step_ms, tokens_per_second
@@ -31,7 +32,7 @@ class TrainerRecording:
 
     A subclass calls `_start` before the first step, `_step_ended` after each optimizer step, and
     `_end`. An error is reported once on standard error and ends the recording, never the training.
-    Only the leading process records; all processes are accelerated.
+    Only the leading process records; all processes are accelerated, and observed with `observe`.
     """
 
     def __init__(
@@ -43,12 +44,16 @@ class TrainerRecording:
         memory: bool = True,
         page: str | Path = "stepscope-out/trainer.html",
         accelerate: bool = False,
+        observe: bool = False,
     ) -> None:
         # An invalid plan is an error of the caller, before any training.
         self._effort = Effort(warmup=warmup, timed=steps, traced=traced, memory=memory)
         self._page = Path(page)
         self._accelerate = accelerate
+        self._observe = observe
         self._scope: Scope | None = None
+        self.observer: Observer | None = None
+        """The observer of all steps with `observe=True`; its files are next to the page."""
         self.acceleration: Report | None = None
         """What `accelerate=True` changed, until training ends."""
         self.record: Record | None = None
@@ -65,6 +70,8 @@ class TrainerRecording:
     def _step_ended(self, log_metrics: Callable[[Metrics], None]) -> None:
         """Mark the end of a step. After the last step of the recording, `log_metrics` is called
         once with the numbers for the trainer's loggers."""
+        if self.observer is not None and (numbers := self.observer.take_metrics()):
+            self._guarded(lambda: log_metrics(numbers))
         if self._scope is not None:
             self._guarded(lambda: self._next_step(log_metrics))
 
@@ -75,7 +82,9 @@ class TrainerRecording:
         self._restore()
 
     def _restore(self) -> None:
-        """Restore an accelerated model."""
+        """End the observation, and restore an accelerated model."""
+        if self.observer is not None:
+            self.observer.close()
         if self.acceleration is not None:
             report, self.acceleration = self.acceleration, None
             self._guarded(report.undo)
@@ -90,6 +99,8 @@ class TrainerRecording:
         self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], leads: bool
     ) -> None:
         self._abandon()
+        if self._observe:
+            self.observer = Observer(self._page.parent / "observer")
         plain = [unwrapped(one) for one in optimizers]
         if self._accelerate:
             self.acceleration = accelerate(model, plain[0] if len(plain) == 1 else None)

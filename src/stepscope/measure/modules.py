@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from stepscope.measure.hooks import around_calls
+from stepscope.measure.hooks import Hook, around_calls
 
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module")
 """Attributes of the wrapped module in torch.compile, DDP and FSDP."""
@@ -261,6 +261,12 @@ def hooked_roots(models: Sequence[torch.nn.Module], enter: Any, leave: Any) -> E
     if not models or any(_compiled_in_place(model) for model in models):
         return None
     return hooked_calls(models, enter, leave)
+
+
+def before_calls(models: Sequence[torch.nn.Module], enter: Callable[..., None]) -> list[Any]:
+    """Call `enter` before each call of a model, unless it is compiled in place; return handles."""
+    hooked = (model for model in models if not _compiled_in_place(model))
+    return [model.register_forward_pre_hook(Hook(enter), prepend=True) for model in hooked]
 
 
 def hooked_calls(modules: Sequence[torch.nn.Module], enter: Any, leave: Any) -> ExitStack:

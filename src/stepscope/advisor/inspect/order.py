@@ -28,8 +28,12 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """File descriptor of the control socket, if interleaved with another run of the script."""
     settings: dict[str, str] = {}
     """Settings to change at run time."""
-    observe: Literal["steps", "sites", "evidence"] = "steps"
-    """What to record: the time of steps, the places in the source, or evidence for `judge`."""
+    observe: Literal["steps", "always", "sites", "evidence"] = "steps"
+    """What to record: some steps, all steps for as long as the script runs, the places in the
+    source, or evidence for `judge`."""
+    every: int = 10
+    """Steps of a line, if all steps are observed."""
+    prometheus: str = ""
     overlay: str = ""
     """JSON file of sources by path, which are run in place of the files."""
 

@@ -34,7 +34,7 @@ from stepscope.advisor.judge.evidence import (
 )
 from stepscope.advisor.scope.loading import batches_taken
 from stepscope.advisor.trial.backwards import Backwards
-from stepscope.advisor.trial.following import NO_BACKWARD, StepFollower
+from stepscope.advisor.trial.following import NO_BACKWARD, ModelFollower
 from stepscope.measure.dispatch import Observer
 from stepscope.measure.flops import FlopCount
 
@@ -58,7 +58,7 @@ class CountingAll(Observer):  # type: ignore[no-untyped-call]
         self.counted.add(function, arguments, keywords, result)
 
 
-class EvidenceObserver(StepFollower):
+class EvidenceObserver(ModelFollower):
     """Observes the steps of a script until there are enough of them."""
 
     def __init__(self, folder: Path, steps: int) -> None:
@@ -148,7 +148,7 @@ class EvidenceObserver(StepFollower):
 
     # The end of a step.
 
-    def end_step(self) -> None:
+    def on_step(self) -> None:
         self._backwards.end_step()
         self._inside = True
         try:

@@ -20,7 +20,7 @@ from stepscope.acceleration.accelerate import replaceable
 from stepscope.advisor.patch.libraries import OF_LIBRARIES
 from stepscope.advisor.patch.sites import SITES, Place, Site, Sites
 from stepscope.advisor.scope.torch_import import when_imported
-from stepscope.advisor.trial.following import NO_BACKWARD, StepFollower
+from stepscope.advisor.trial.following import NO_BACKWARD, ModelFollower
 from stepscope.analysis.advice.rules.pinned import goes_to_gpu
 from stepscope.measure.modules import is_compiled
 
@@ -42,7 +42,7 @@ _INITS = ("__init__", "__post_init__")
 _SCALARS = (bool, int, float, str, tuple, list, type(None))
 
 
-class SiteObserver(StepFollower):
+class SiteObserver(ModelFollower):
     """Records the places of calls until the steps are over; then it ends the script."""
 
     def __init__(self, folder: Path) -> None:
@@ -157,7 +157,7 @@ class SiteObserver(StepFollower):
 
     # The end of a step.
 
-    def end_step(self) -> None:
+    def on_step(self) -> None:
         if self._steps < _STEPS:
             self._find_models()
         if self._steps == 1:

@@ -17,6 +17,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
 from stepscope.advisor.inspect.order import Order
+from stepscope.advisor.observer.script import ObservedScript
 from stepscope.advisor.scope.once_imported import OnceImported
 from stepscope.advisor.scope.overlay import source_of, use_overlay
 from stepscope.advisor.scope.stages import Effort
@@ -61,6 +62,10 @@ class Observer(Protocol):
 
 
 def _watcher(order: Order, folder: Path) -> Observer:
+    if order.observe == "always":
+        return ObservedScript(
+            folder, every=order.every, trace=order.traced > 0, prometheus=order.prometheus
+        )
     if order.observe != "steps":
         return OnceImported(order.observe, folder, order.timed)
     if order.channel is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -103,9 +104,14 @@ class StepTrace:
 
     def write(self) -> None:
         """Stop, and write the trace if it contains a step."""
+        self.stopped()()
+
+    def stopped(self) -> Callable[[], None]:
+        """Stop, and return the function that writes the trace if it contains a step."""
         tracer = self._stop()
-        if tracer is not None and self.steps:
-            tracer.write(self.path)
+        if tracer is None or not self.steps:
+            return lambda: None
+        return partial(tracer.write, self.path)
 
     def _stop(self) -> Tracer | None:
         tracer, self._tracer = self._tracer, None

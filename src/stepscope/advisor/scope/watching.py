@@ -7,10 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.advisor.inspect.progress import CHILD_STEPPED, Progress, write_progress
+from stepscope.advisor.scope.following import StepFollower
 from stepscope.advisor.scope.stages import Effort
 from stepscope.advisor.scope.torch_import import when_imported
 from stepscope.errors import one_line
@@ -18,10 +20,9 @@ from stepscope.errors import one_line
 if TYPE_CHECKING:
     from stepscope.advisor.scope.live import LiveTimes
     from stepscope.advisor.scope.recorder import Recorder
-    from stepscope.advisor.scope.steps import StepFinder
 
 
-class Watcher:
+class Watcher(StepFollower):
     """Observer of one process. Torch is not touched before the script has imported it."""
 
     def __init__(
@@ -34,6 +35,7 @@ class Watcher:
         stop: bool,
         live: bool = False,
     ) -> None:
+        super().__init__()
         self._folder = folder
         self._effort = effort
         self._name, self._words = name, words
@@ -41,8 +43,6 @@ class Watcher:
         self._wants_live = live
         self._live: LiveTimes | None = None
         """Times all steps for a live view, also after the recording."""
-        self._finder: StepFinder | None = None
-        self._hooks: list[Any] = []
         self._recorder: Recorder | None = None
         self._in_child = False
         self._child_marked = False
@@ -75,7 +75,7 @@ class Watcher:
                 self._report_progress()
 
     def _finish(self) -> None:
-        self._detach()
+        self.unfollow()
         if self._live is not None:
             with suppress(Exception):
                 self._live.close()
@@ -85,41 +85,23 @@ class Watcher:
         self._report_progress()
 
     def _attach(self) -> None:
-        from torch.optim.optimizer import (
-            register_optimizer_step_post_hook,
-            register_optimizer_step_pre_hook,
-        )
-
         from stepscope.advisor.lines.loader import LoaderLines
         from stepscope.advisor.lines.recording import script_folder
-        from stepscope.advisor.scope.steps import BackwardCalls, StepFinder
 
+        self.follow()
         self._torch = True
-        self._finder = StepFinder()
         if self._wants_live:
             from stepscope.advisor.scope.live import LiveTimes
 
             self._live = LiveTimes(self._folder)
         loaders = LoaderLines(self._folder, self._rank_name, script_folder())
         loaders.attach()
-        backwards = BackwardCalls(self._backward_begins, self._backward_ended)
-        backwards.attach()
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._optimizer_begins),
-            register_optimizer_step_post_hook(self._optimizer_stepped),
-            backwards,
-            loaders,
-        ]
+        self._following.append(loaders)
         self._report_progress()
-
-    def _detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
     def _optimizer_begins(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
         if self._observing:
-            self._guarded(lambda: self._handle_optimizer(optimizer))
+            self._guarded(partial(super()._optimizer_begins, optimizer))
         if self._recorder is None or not self._recording:
             return None
         return self._recorder.optimizer_begins(optimizer, arguments, keywords)
@@ -128,15 +110,15 @@ class Watcher:
         if self._in_child:
             self._guarded(self._mark_child_stepped)
         elif self._observing:
-            self._guarded(lambda: self._handle_step(optimizer))
+            self._guarded(partial(super()._optimizer_stepped, optimizer))
 
     def _backward_begins(self, roots: Any) -> None:
         if self._observing:
-            self._guarded(lambda: self._handle_backward(roots))
+            self._guarded(partial(super()._backward_begins, roots))
 
     def _backward_ended(self) -> None:
         if self._observing:
-            self._guarded(self._handle_backward_end)
+            self._guarded(super()._backward_ended)
 
     @property
     def _recording(self) -> bool:
@@ -147,32 +129,20 @@ class Watcher:
     def _observing(self) -> bool:
         return self._recording or (self._live is not None and not self._in_child)
 
-    def _handle_optimizer(self, optimizer: Any) -> None:
-        if self._step_finder.optimizer_begins(optimizer) and self._recorder is not None:
+    def on_misdetected(self) -> None:
+        if self._recorder is not None:
             self._recorder.abandon()
             self._recorder, self._searched, self._trained = None, False, None
 
-    def _handle_step(self, optimizer: Any) -> None:
+    def on_optimizer_stepped(self, optimizer: Any) -> None:  # noqa: ARG002
         if self._recorder is not None:
             self._recorder.optimizer_ended()
-        if self._step_finder.optimizer_stepped(optimizer):
-            self._end_step()
 
-    def _handle_backward(self, roots: Any) -> None:
+    def on_backward(self, roots: Any) -> None:  # noqa: ARG002
         if self._recorder is not None:
             self._recorder.between_operators()
-        self._step_finder.backward_begins(roots)
 
-    def _handle_backward_end(self) -> None:
-        if self._step_finder.backward_ended():
-            self._end_step()
-
-    @property
-    def _step_finder(self) -> StepFinder:
-        assert self._finder is not None
-        return self._finder
-
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
         self._time_live()
         if not self._recording:
             return
@@ -213,8 +183,8 @@ class Watcher:
         other optimizers have stepped by then."""
         self._searched = recorder.steps >= self._effort.warmup - 1
         if self._searched:
-            self._step_finder.anchor.freeze()
-        trained = [id(one) for one in self._step_finder.parameters]
+            self._finder.anchor.freeze()
+        trained = [id(one) for one in self._finder.parameters]
         late = recorder.steps >= self._effort.warmup - 2
         if self._trained is None or (late and trained != self._trained):
             self._trained = trained
@@ -225,16 +195,16 @@ class Watcher:
     def _find_models(self, recorder: Recorder) -> None:
         from stepscope.measure.modules import trained_models
 
-        self._use(trained_models(self._step_finder.parameters), recorder)
+        self._use(trained_models(self._finder.parameters), recorder)
 
     def _use(self, models: Sequence[Any], recorder: Recorder) -> None:
-        optimizers = tuple(self._step_finder.optimizers.values())
-        recorder.use(models, optimizers, self._step_finder.parameters)
+        optimizers = tuple(self._finder.optimizers.values())
+        recorder.use(models, optimizers, self._finder.parameters)
 
     def _conclude(self) -> None:
         self._write()
         if self._live is None:
-            self._step_finder.optimizers.clear()
+            self._finder.optimizers.clear()
         self._report_progress()
         if self._stop:
             sys.exit(0)
@@ -257,7 +227,7 @@ class Watcher:
 
     def _report_progress(self) -> None:
         recorder = self._recorder
-        anchor = None if self._finder is None else self._finder.anchor
+        anchor = self._finder.anchor if self._torch else None
         broken_off = "" if recorder is None else recorder.notes.get("recording_failed", "")
         write_progress(
             self._folder,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stepscope.advisor.advise.interleaved import Ready, Turn, TurnResult
+from stepscope.advisor.scope.following import StepFollower
 from stepscope.advisor.scope.once_imported import SEED, seed_numpy
 from stepscope.advisor.scope.torch_import import when_imported
 from stepscope.analysis.advice.rules.train_step import STEP
@@ -25,7 +26,6 @@ from stepscope.errors import StepscopeError
 from stepscope.records.decoding import from_json
 
 if TYPE_CHECKING:
-    from stepscope.advisor.scope.steps import StepFinder
     from stepscope.advisor.trial.backwards import Backwards
     from stepscope.advisor.trial.changes import Changes
     from stepscope.measure.device import Device, Timestamp
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 _SET_DEATH_SIGNAL = 1
 
 
-class InterleavedRun:
+class InterleavedRun(StepFollower):
     """One of the two runs of a script, controlled over a socket."""
 
     def __init__(self, channel: int, settings: dict[str, str], warmup: int) -> None:
+        super().__init__()
         self._channel = socket.socket(fileno=channel)
         self._lines = self._channel.makefile("rb")
         self._settings = settings
         self._warmup = warmup
         self._known = 0
-        self._pid = os.getpid()
         self._steps = 0
         self._left = 0
         self._turn = Turn(steps=0)
@@ -53,7 +53,6 @@ class InterleavedRun:
         self._counter: Counter
         self._counted: int | None = None
         self._device: Device
-        self._finder: StepFinder
         self._backwards: Backwards
         self._changes: Changes
 
@@ -69,12 +68,7 @@ class InterleavedRun:
 
     def _attach(self) -> None:
         import torch
-        from torch.optim.optimizer import (
-            register_optimizer_step_post_hook,
-            register_optimizer_step_pre_hook,
-        )
 
-        from stepscope.advisor.scope.steps import BackwardCalls, StepFinder
         from stepscope.advisor.trial.backwards import Backwards
         from stepscope.advisor.trial.changes import Changes
         from stepscope.measure.instructions import Counter
@@ -86,12 +80,9 @@ class InterleavedRun:
         self._backwards.attach()
         self._changes = Changes(self._settings, self._backwards)
         self._changes.on_torch_imported()
-        self._finder = StepFinder()
+        self.follow()
         if STEP not in self._settings:
             self._follow_train_steps()
-        BackwardCalls(self._backward_begins, self._backward_ended).attach()
-        register_optimizer_step_pre_hook(self._optimizer_begins)
-        register_optimizer_step_post_hook(self._optimizer_stepped)
 
     def _follow_train_steps(self) -> None:
         """Count the calls of a `TrainStep` that the program itself makes: the hooks of torch do not
@@ -111,42 +102,30 @@ class InterleavedRun:
                 self._backwards.paused = False
             self._backwards.note(loss)
             if not step.pending and self._finder.optimizer_stepped(step.optimizer):
-                self._end_step()
+                self.end_step()
             return loss
 
         TrainStep.__call__ = call  # type: ignore[method-assign, assignment]
 
-    def _optimizer_begins(self, optimizer: Any, *_: Any) -> None:
-        if self._counts() and self._finder.optimizer_begins(optimizer):
-            if self._steps >= self._warmup:
-                raise StepscopeError(
-                    "the program's first optimizer step came after its backward calls had been"
-                    " counted as steps"
-                )
-            self._steps = 0
+    @property
+    def _is_own(self) -> bool:
+        """Whether the program itself does it: not a child process, nor a `TrainStep`."""
+        return super()._is_own and not self._changes.paused
 
-    def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
-        if not self._counts():
-            return
+    def on_misdetected(self) -> None:
+        if self._steps >= self._warmup:
+            raise StepscopeError(
+                "the program's first optimizer step came after its backward calls had been"
+                " counted as steps"
+            )
+        self._steps = 0
+
+    def on_optimizer_stepped(self, optimizer: Any) -> None:
         self._changes.optimizer_stepped(optimizer)
-        if self._finder.optimizer_stepped(optimizer):
-            self._end_step()
-        elif self._steps:
+        if self._steps:
             self._find_more_models()
 
-    def _backward_begins(self, roots: Any) -> None:
-        if self._counts():
-            self._finder.backward_begins(roots)
-
-    def _backward_ended(self) -> None:
-        if self._counts() and self._finder.backward_ended():
-            self._end_step()
-
-    def _counts(self) -> bool:
-        """Return True for what the program itself does: not a child process, nor a `TrainStep`."""
-        return os.getpid() == self._pid and not self._changes.paused
-
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
         self._steps += 1
         self._backwards.end_step()
         if self._steps == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from stepscope.advisor.advise.from_trace import TraceAdvice, advise_from_trace
 from stepscope.advisor.verdict import breakdown
 from stepscope.analysis.job.job import Job, summarize_job
 from stepscope.analysis.job.reading import read_ranks, trace_files
+from stepscope.analysis.observed.lines import is_observed, read_folder
 from stepscope.analysis.trace.summarize import summarize_file
 from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.verdict import Estimate, Verdict
@@ -27,6 +29,7 @@ from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Finding, Page, Section, Table
 from stepscope.report.verdict import verdict_facts
 
+_WATCH_EVERY_S = 2.0
 _QUESTION = "Where does the time of a step go, and does the ledger add up?"
 _JOB_QUESTION = (
     "Where does the time of a step go on each rank, and which rank do the others wait for?"
@@ -36,10 +39,13 @@ _JOB_QUESTION = (
 class TraceOptions(AnswerOptions, frozen=True, kw_only=True):
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE|FOLDER")]
     """A torch.profiler Chrome trace (.json, .json.gz), an Nsight Systems export (.sqlite), or a
-    folder with one such file per rank."""
+    folder with one such file per rank, or with the files of an observer."""
     against: Path | None = None
     """An earlier trace, or an earlier job, to compare with: which classes of kernels take less or
     more time."""
+    watch: bool = False
+    """Read the files of an observer again every two seconds while its job runs: print new
+    deviations, and keep the page up to date. Ctrl-C ends it."""
     workers: int | None = None
     """Files of a folder that are read at once; default: as many as cores and free memory allow."""
 
@@ -61,16 +67,66 @@ def main(words: list[str]) -> int:
         " times add up to the step. Steps are those that the profiler marks; without marks, a step"
         " ends with the optimizer. Of a folder with the traces of all ranks, it shows the"
         " breakdown of each rank, exposed communication, and the ranks that the others wait for,"
-        " with clocks aligned by collectives. Writes trace.html.",
+        " with clocks aligned by collectives; of a folder of an observer, all steps and their"
+        " deviations. Writes trace.html.",
         (
             "stepscope trace trace.json.gz",
             "stepscope trace compiled.json --against eager.json",
             "stepscope trace traces/",
             "stepscope trace after/ --against before/",
+            "stepscope trace --watch stepscope-out/observer",
             "nsys export --type sqlite report.nsys-rep; stepscope trace report.sqlite",
         ),
     )
+    if options.file.is_dir() and is_observed(options.file):
+        return _of_observer(options)
+    if options.watch:
+        raise UsageError(f"{options.file} has no files of an observer", "leave out --watch")
     return _of_job(options) if options.file.is_dir() else _of_file(options)
+
+
+def _of_observer(options: TraceOptions) -> int:
+    """Write the page of an observer's files, and print their deviations."""
+    page, facts = _observed_page(options.file)
+    if not options.watch:
+        return _finish(options, page, facts)
+    seen: set[str] = set()
+    latest: Page | None = None
+    say(f"page: {(options.out / 'trace.html').resolve()}")
+    while True:
+        if page != latest:
+            _write_page(options, page)
+            findings = [one for one in page.sections[0].blocks if isinstance(one, Finding)]
+            for one in findings:
+                if one.code == "observed.steps" or one.sentence not in seen:
+                    say(one.sentence)
+            seen |= {one.sentence for one in findings}
+            latest = page
+            sys.stdout.flush()
+        time.sleep(_WATCH_EVERY_S)
+        page = _observed_page(options.file)[0]
+
+
+def _observed_page(folder: Path) -> tuple[Page, dict[str, object]]:
+    from stepscope.studies.trace.observed import observed_blocks, rank_table
+
+    ranks = read_folder(folder)
+    start = ranks[0].start
+    section = Section(
+        name="observed",
+        title="All steps",
+        question="Which rank or part is slower than it was, or than the others?",
+        blocks=observed_blocks(ranks),
+    )
+    page = Page(
+        title=f"Steps of {start.program or _folder_name(folder)}",
+        subtitle=f"{start.ranks} ranks on {start.device}, a line every {start.every} steps",
+        headline=rank_table(ranks[:1]),
+        sections=(section,),
+    )
+    alarms = [alarm for rank in ranks for alarm in rank.alarms]
+    traced = [one for rank in ranks for one in rank.traced]
+    return page, {"observed": {"ranks": len(ranks), "alarms": alarms, "traced": traced}}
 
 
 def _of_file(options: TraceOptions) -> int:
@@ -96,11 +152,7 @@ def _advice_facts(advice: TraceAdvice) -> dict[str, object]:
 
 def _finish(options: TraceOptions, page: Page, facts: dict[str, object]) -> int:
     """Write the page, and print it or the facts."""
-    html = options.out / "trace.html"
-    from stepscope.report.html import html_page
-
-    page = replace(page, verdict=for_shell(page.verdict, options))
-    write_text(html, html_page(page))
+    html = _write_page(options, page)
     if options.json:
         print(json_line(facts | {"report": html, "verdict": verdict_facts(page.verdict)}))
         return 0
@@ -118,6 +170,15 @@ def _finish(options: TraceOptions, page: Page, facts: dict[str, object]) -> int:
     print_answer(answer, options)
     say(f"page: {html.resolve()}")
     return 0
+
+
+def _write_page(options: TraceOptions, page: Page) -> Path:
+    from stepscope.report.html import html_page
+
+    html = options.out / "trace.html"
+    page = replace(page, verdict=for_shell(page.verdict, options))
+    write_text(html, html_page(page))
+    return html
 
 
 def _read_job(options: TraceOptions, folder: Path) -> tuple[Job, Summary]:

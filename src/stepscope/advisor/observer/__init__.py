@@ -1,0 +1,1 @@
+"""Observation of all steps of a program, on every rank (`stepscope.Observer`)."""
