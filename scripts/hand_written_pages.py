@@ -39,6 +39,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "docs/commands.md": ("its 95 % interval",),
     "docs/glossary.md": ("above 2 % of a step",),
+    "docs/integrations.md": (
+        "by at least 2 % of the step",
+        "at least 5 % slower than the first 30 lines",
+        "at least 5 % and 64 MiB",
+    ),
     "docs/library.md": ("compute capability 8.9",),
     "docs/limits.md": (
         "in 95 % of them",

@@ -27,7 +27,7 @@ from stepscope.analysis.observed.lines import (
 from stepscope.analysis.observed.stragglers import Stragglers
 from stepscope.cli import main
 from stepscope.report.blocks import Finding
-from stepscope.studies.trace.observed import alarm_text, observed_blocks
+from stepscope.studies.trace.observed import alarm_text, alarms_of, observed_blocks
 
 Floats = NDArray[np.float64]
 EVERY = 10
@@ -295,6 +295,37 @@ def test_files_of_a_job_are_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["trace", str(tmp_path), "--out", str(out), "--json"]) == 0
     facts = msgspec.json.decode(capsys.readouterr().out)
     assert facts["observed"]["alarms"][0]["rank"] == 1
+
+
+def test_stragglers_are_found_in_files_that_were_collected(tmp_path: Path) -> None:
+    (alarm,) = job(tmp_path)
+    ranks = [msgspec.structs.replace(one, alarms=()) for one in read_folder(tmp_path)]
+    assert alarms_of(ranks) == [alarm]
+
+
+def test_watch_prints_new_deviations_and_renews_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = [line(index, 10.0, own_ms=9.0) for index in range(5)]
+    write(tmp_path, 0, slow[:2])
+    added: list[Line] = [
+        *slow[2:],
+        Alarm(step=50, code="drift", rank=0, before=8, after=10, more=2),
+    ]
+
+    def meanwhile(_: float) -> None:
+        if not added:
+            raise KeyboardInterrupt
+        with rank_file(tmp_path, 0).open("ab") as file:
+            file.write(b"".join(msgspec.json.encode(one) + b"\n" for one in added))
+        added.clear()
+
+    monkeypatch.setattr("stepscope.cli.commands.trace.time.sleep", meanwhile)
+    assert main(["trace", "--watch", str(tmp_path), "--out", str(tmp_path / "out")]) == 130
+    output = capsys.readouterr().out
+    assert output.index("20 steps on 1 rank") < output.index("50 steps on 1 rank")
+    assert output.count("Step 50: the step has drifted from 8.00 ms to 10.0 ms") == 1
+    assert "has drifted" in (tmp_path / "out" / "trace.html").read_text()
 
 
 def test_watch_needs_the_files_of_an_observer(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -236,22 +237,51 @@ def test_nothing_is_lost_when_the_program_ends(then: str, code: int, tmp_path: P
     assert [one.step for one in only(tmp_path).steps] == [5, 7]
 
 
-def test_the_command_observes_an_unchanged_script(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT.format(observer="", then="sys.exit(3)"))
-    words = ["observe", "--every", "5", "--folder", "seen", "--prometheus", "metrics", "train.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "stepscope", *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (3, "ready\n")
-    assert "stepscope trace seen" in done.stderr
+def started_by(words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command that `stepscope observe` turns into."""
+    started: list[str] = []
+
+    def execute(_: str, command: list[str]) -> None:
+        started.extend(command)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.execv", execute)
+    main(["observe", *words])
+    return started
+
+
+def test_the_command_observes_an_unchanged_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT.format(observer="", then="sys.exit(3)"))
+    words = ["--every", "5", "--folder", "seen", "--prometheus", "metrics", "train.py"]
+    command = started_by(words, monkeypatch)
+    assert "stepscope trace seen" in capfd.readouterr().err
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (3, "ready\n"), done.stderr
     rank = only(tmp_path / "seen")
     assert rank.start.program == "train.py"
     assert [one.step for one in rank.steps] == [5, 7]
-    assert 'part="compute"' in (tmp_path / "metrics" / "stepscope-rank-0.prom").read_text()
+    assert 'part="compute"' in Path("metrics/stepscope-rank-0.prom").read_text()
+
+
+def test_the_command_starts_ranks_with_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = started_by(["--nproc", "4", "-m", "lab.train", "--steps", "9"], monkeypatch)
+    assert command[0] == sys.executable
+    start = command.index("-m")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    assert command[start : start + 5] == torchrun
+    assert command[start + 5].endswith("start.py")
+    order = json.loads(command[-1])
+    assert (order["target"], order["module"], order["words"]) == (
+        "lab.train",
+        True,
+        ["--steps", "9"],
+    )
 
 
 @pytest.mark.parametrize(

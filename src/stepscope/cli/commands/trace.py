@@ -108,7 +108,7 @@ def _of_observer(options: TraceOptions) -> int:
 
 
 def _observed_page(folder: Path) -> tuple[Page, dict[str, object]]:
-    from stepscope.studies.trace.observed import observed_blocks, rank_table
+    from stepscope.studies.trace.observed import alarms_of, observed_blocks, rank_table
 
     ranks = read_folder(folder)
     start = ranks[0].start
@@ -124,7 +124,7 @@ def _observed_page(folder: Path) -> tuple[Page, dict[str, object]]:
         headline=rank_table(ranks[:1]),
         sections=(section,),
     )
-    alarms = [alarm for rank in ranks for alarm in rank.alarms]
+    alarms = alarms_of(ranks)
     traced = [one for rank in ranks for one in rank.traced]
     return page, {"observed": {"ranks": len(ranks), "alarms": alarms, "traced": traced}}
 

@@ -6,12 +6,15 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from stepscope.analysis.observed.lines import PARTS, Alarm, RankLines, Steps
+from stepscope.analysis.observed.stragglers import Stragglers
 from stepscope.report.blocks import Block, Curve, Figure, Finding, Table
 from stepscope.report.format import bytes_, counted, duration, percent
 from stepscope.report.tables import col, table
 
 _MOST_POINTS = 400
 _MOST_RANKS = 8
+_SEARCHED = 1000
+"""Lines of a rank in which stragglers are looked for."""
 _OF_ALL = "drift", "level-shift"
 """Deviations of a synchronous step, which all ranks report."""
 _MORE = {
@@ -43,6 +46,18 @@ def alarm_text(alarm: Alarm) -> str:
     )
 
 
+def alarms_of(ranks: Sequence[RankLines]) -> list[Alarm]:
+    """All deviations by step. If none of the stragglers was found while the job ran, because the
+    ranks had no folder in common, they are looked for in the latest lines."""
+    alarms = [one for rank in ranks for one in rank.alarms]
+    if len(ranks) > 1 and not any(one.code == "straggler" for one in alarms):
+        detector = Stragglers(len(ranks))
+        lines = ((one.start.rank, line) for one in ranks for line in one.steps[-_SEARCHED:])
+        for rank, line in sorted(lines, key=lambda pair: pair[1].step):
+            alarms += detector.add(rank, line)
+    return sorted(alarms, key=lambda one: one.step)
+
+
 def observed_blocks(ranks: Sequence[RankLines]) -> tuple[Block, ...]:
     """All blocks of the files of a job."""
     return (
@@ -54,7 +69,7 @@ def observed_blocks(ranks: Sequence[RankLines]) -> tuple[Block, ...]:
 
 
 def _findings(ranks: Sequence[RankLines]) -> Iterator[Finding]:
-    alarms = sorted((one for rank in ranks for one in rank.alarms), key=lambda one: one.step)
+    alarms = alarms_of(ranks)
     shared = {(one.code, one.step) for one in alarms if one.rank == 0}
     steps = max((rank.steps[-1].step for rank in ranks if rank.steps), default=0)
     means = [statistics.fmean(line.step_ms for line in one.steps) for one in ranks if one.steps]
