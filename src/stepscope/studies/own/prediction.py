@@ -41,7 +41,7 @@ def predict_model(plan: ModelPlan) -> MemoryPrediction:
     from stepscope.acceleration.changes import checkpoint_blocks
     from stepscope.measure.ledger import line_of_code
     from stepscope.planning.fake_step import Fakes
-    from stepscope.planning.predict import predict_fake
+    from stepscope.planning.predict import StepOptions, predict_fake
     from stepscope.studies.training.parts import make_optimizer
 
     known = precision(plan.dtype)
@@ -64,8 +64,10 @@ def predict_model(plan: ModelPlan) -> MemoryPrediction:
             model,
             make_optimizer(plan.optimizer, model),
             built.make_batch(plan.batch, torch.device("cpu")),
-            loss_fn=lambda model, batch: loss_of(call(model, batch), batch, built.loss, plan.model),
-            dtype=getattr(torch, known.compute) if known.autocast else None,
+            StepOptions(
+                lambda model, batch: loss_of(call(model, batch), batch, built.loss, plan.model),
+                getattr(torch, known.compute) if known.autocast else None,
+            ),
         )
 
 
