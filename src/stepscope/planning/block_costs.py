@@ -137,11 +137,10 @@ def run_block(
 ) -> BlockRun:
     """Run a block under a plan; `plain` is its run as it is, with whose inputs and outputs memory
     is compared."""
-    copies = HostCopies()
-    layer = apply_to(example.block, plan, copies, copies)
+    layer = apply_to(example.block, plan, HostCopies(), plan)
     try:
         with CudaDtypes(), CudaOperators():
-            return _run(example, dtype, rates, plan, plain, copies)
+            return _run(example, dtype, rates, plan, plain)
     finally:
         if layer is not None:
             layer.remove()
@@ -155,7 +154,6 @@ def _run(
     rates: Rates,
     plan: BlockPlan,
     plain: BlockRun | None,
-    copies: HostCopies,
 ) -> BlockRun:
     counted, log = SimulatedBytes(), OperatorLog(rates)
     last, start, forward_end = 0, 0, 0
@@ -180,10 +178,10 @@ def _run(
         before = counted.allocated
         made = _Source.apply(anchor, [leaves[at] for at in where])  # type: ignore[no-untyped-call]
         boundary = [one.untyped_storage()._cdata for one in made]
-        for at, one in zip(where, made, strict=True):
-            leaves[at] = one
+        new = dict(zip(where, made, strict=True))
+        leaves = [new.get(at, leaf) for at, leaf in enumerate(leaves)]
         args, kwargs = tree_unflatten(leaves, tree)
-        del leaves, made, one
+        del leaves, made, new
         log.operators.clear()
         at_start = counted.begin()
         with torch.autocast("cpu", dtype) if dtype is not None else nullcontext():
@@ -196,7 +194,6 @@ def _run(
         loss = _Sink.apply(begin_backward, *outputs)  # type: ignore[no-untyped-call]
         operators = len(log.operators)
         del args, kwargs, output, outputs
-        to_host = copies.finish()
         retained = [counted.size_of(storage) for storage in boundary]
         saved = counted.allocated - before
         run_backward(loss)
@@ -208,10 +205,9 @@ def _run(
         plan=plan,
         saved=saved - sum(retained if plain is None else plain.retained),
         copies=cast,
-        # A group of host copies leaves, or comes back, while its neighbor is computed.
-        forward=in_forward + to_host,
-        backward=counted.most - start + to_host,
-        to_host=to_host,
+        forward=in_forward,
+        backward=counted.most - start,
+        to_host=0,
         forward_s=sum(seconds[:operators]),
         backward_s=sum(seconds[forward_end:]),
         again_s=sum(one.seconds for one in again) if plan.recompute else 0.0,

@@ -124,7 +124,7 @@ def fit(
         plans = plans_of(fake_model, fake_optimizer, batch, options, rates)
 
         def predicted(plan: StepPlan) -> MemoryPrediction:
-            layers = _applied(fake_model, plan)
+            layers = apply_plan(fake_model, plan)
             try:
                 return predict_fake(fakes, fake_model, fake_optimizer, batch, options, steps=1)
             finally:
@@ -132,7 +132,7 @@ def fit(
                     layer.remove()
 
         plan, prediction = _fastest(plans, limit, predicted)
-    return Fitted(plan, plans, prediction, limit, rates, _applied(model, plan))
+    return Fitted(plan, plans, prediction, limit, rates, apply_plan(model, plan))
 
 
 def plans_of(
@@ -166,7 +166,8 @@ def _fastest(
     )
 
 
-def _applied(model: nn.Module, plan: StepPlan) -> list[Layer]:
+def apply_plan(model: nn.Module, plan: StepPlan) -> list[Layer]:
+    """Let the blocks of a model follow a plan, until the layers are removed."""
     copies, owner = HostCopies(), object()
     blocks = repeated_blocks(model)
     layers = [

@@ -7,16 +7,14 @@ most. A budget selects the fastest plan that fits, so that a larger one never gi
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stepscope.planning.block_costs import BlockCost, BlockRun, run_block
-from stepscope.planning.operators import Rates
+from stepscope.planning.host_copies import LEAST_BYTES
+from stepscope.planning.operators import Operator, Rates
 from stepscope.planning.predict import StepOptions
 from stepscope.planning.selective import BlockPlan
 from stepscope.planning.step_timeline import Blocks, Recorded
-
-_OPTIONS = 6
-"""Sets of kept outputs that are tried for a kind of block."""
 
 
 class StepPlan(NamedTuple):
@@ -45,41 +43,52 @@ class Kind(NamedTuple):
 
 def kinds_of(blocks: Blocks, options: StepOptions) -> dict[Hashable, Kind]:
     """Run each kind of block under its options."""
-    return {
-        kind: _kind(blocks, kind, plain, options.dtype, blocks.rates)
-        for kind, plain in blocks.plain.items()
-    }
+    return {kind: _kind(blocks, kind, plain, options.dtype) for kind, plain in blocks.plain.items()}
 
 
-def _kind(blocks: Blocks, kind: Hashable, plain: BlockRun, dtype: object, rates: Rates) -> Kind:
+def _kind(blocks: Blocks, kind: Hashable, plain: BlockRun, dtype: Any) -> Kind:
     example = blocks.examples[kind]
-
-    def cost(plan: BlockPlan) -> BlockCost:
-        return run_block(example, dtype, rates, plan, plain).cost
-
-    options = _hull([plain.cost, *(cost(BlockPlan(True, kept)) for kept in _kept_sets(plain))])
+    again = run_block(example, dtype, blocks.rates, BlockPlan(True), plain).cost
     inputs = blocks.own_inputs(kind)
-    offloaded = {
-        one.plan: cost(one.plan._replace(offload=True, inputs=inputs)) for one in options[1:]
-    }
+    sizes = [example.args[at].nbytes for at in inputs]
+    kept = {_cost(plain.cost, again, those): those for those in _kept_sets(plain)}
+    options = _hull([plain.cost, *kept])
+    offloaded = {}
+    for one in options[1:]:
+        to_host = sum(n for n in (*sizes, *(x.bytes for x in kept[one])) if n >= LEAST_BYTES)
+        # A group of copies leaves, or comes back, while its neighbor is computed.
+        offloaded[one.plan] = one._replace(
+            plan=one.plan._replace(offload=True, inputs=inputs),
+            saved=one.saved - to_host,
+            forward=one.forward + to_host,
+            backward=one.backward + 2 * to_host,
+            to_host=to_host,
+        )
     return Kind(tuple(options), offloaded)
 
 
-def _kept_sets(plain: BlockRun) -> Iterator[frozenset[tuple[str, int]]]:
-    """Sets of outputs to keep: those that save the most time per byte first, in equal steps of
-    time."""
-    candidates = [one for index, one in plain.log.keepable() if index < plain.last]
+def _cost(plain: BlockCost, again: BlockCost, kept: tuple[Operator, ...]) -> BlockCost:
+    """Return the cost of a block that keeps these outputs, from that of one that keeps nothing."""
+    size = sum(one.bytes for one in kept)
+    return again._replace(
+        plan=BlockPlan(True, frozenset(one.key for one in kept)),
+        saved=again.saved + size,
+        forward=min(plain.forward, again.forward + size),
+        backward=again.backward - size,
+        again_s=again.again_s - sum(one.seconds for one in kept),
+    )
+
+
+def _kept_sets(plain: BlockRun) -> Iterator[tuple[Operator, ...]]:
+    """Sets of outputs to keep: those that save the most time per byte first."""
+    candidates = [
+        one
+        for index, one in plain.log.keepable()
+        if index < plain.last and one.bytes >= LEAST_BYTES
+    ]
     candidates.sort(key=lambda one: -one.seconds / one.bytes)
-    total = sum(one.seconds for one in candidates)
-    kept: list[tuple[str, int]] = []
-    saved, step = 0.0, 0
-    yield frozenset()
-    for one in candidates:
-        kept.append(one.key)
-        saved += one.seconds
-        if saved * _OPTIONS >= (step + 1) * total * (1 - 1e-9):
-            step = int(saved * _OPTIONS / total)
-            yield frozenset(kept)
+    for count in range(len(candidates) + 1):
+        yield tuple(candidates[:count])
 
 
 def _hull(costs: Sequence[BlockCost]) -> list[BlockCost]:
@@ -106,7 +115,9 @@ def frontier(
     calls = recorded.calls
     plain = {name: kinds[kind].options[0] for name, kind in names.items()}
     forward = recorded.forward_s + sum(calls[name] * one.forward_s for name, one in plain.items())
-    backward = recorded.backward_s + sum(calls[name] * one.backward_s for name, one in plain.items())
+    backward = recorded.backward_s + sum(
+        calls[name] * one.backward_s for name, one in plain.items()
+    )
 
     def plan(blocks: dict[str, BlockCost]) -> StepPlan:
         again = sum(calls[name] * one.again_s for name, one in blocks.items())
@@ -117,11 +128,18 @@ def frontier(
 
     def with_host_copies(blocks: dict[str, BlockCost], most: float) -> dict[str, BlockCost]:
         """Copy the first blocks to host memory, whose tensors are saved for the longest time."""
-        chosen, bytes_ = {}, 0.0
+        chosen, bytes_, last = {}, 0.0, ""
         for name, cost in blocks.items():
             other = kinds[names[name]].offloaded.get(cost.plan, cost)
             bytes_ += calls[name] * other.to_host
             chosen[name] = other if bytes_ <= most else cost
+            last = name if chosen[name].to_host else last
+        if last:
+            # It stays on the GPU, because no group follows it.
+            cost = chosen[last]
+            chosen[last] = cost._replace(
+                saved=cost.saved + cost.to_host, backward=cost.backward - cost.to_host
+            )
         return chosen
 
     hidden = min(forward, backward) * rates.host

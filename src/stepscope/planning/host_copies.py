@@ -29,14 +29,11 @@ class HostCopies:
 
     def new_group(self) -> Group:
         """Begin a group, and let the memory of the last one be reused."""
-        self.finish()
+        if self._last is not None:
+            self._last.leave()
         previous = None if self._last is None else weakref.ref(self._last)
         self._last = Group(self, previous)
         return self._last
-
-    def finish(self) -> int:
-        """Let the memory of the last group be reused, and return its bytes."""
-        return 0 if self._last is None else self._last.leave()
 
     def stream(self, device: torch.device) -> Any:
         if device.type != "cuda":
@@ -62,11 +59,9 @@ class Group:
         self._entries.append(weakref.ref(copy))
         return copy
 
-    def leave(self) -> int:
-        copies = self._alive()
-        for copy in copies:
+    def leave(self) -> None:
+        for copy in self._alive():
             copy.leave()
-        return sum(copy.bytes for copy in copies)
 
     def load(self) -> None:
         for copy in self._alive():
@@ -95,7 +90,7 @@ class HostCopy:
             pinned = stream is not None
             self._host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
             self._transfer(self._host, tensor)
-        self._device, self.bytes = tensor.device, tensor.nbytes
+        self._device = tensor.device
 
     def leave(self) -> None:
         """Let the tensor's memory be reused once it is copied."""

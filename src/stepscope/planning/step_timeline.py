@@ -295,7 +295,10 @@ class _StandIn(torch.autograd.Function):
         kept = [x for x, size in zip(boundary, retained, strict=False) if size]
         ctx.save_for_backward(*kept)
         ctx.blocks, ctx.name = blocks, name
-        ctx.like = [(x.size(), x.stride(), x.dtype, g) for x, g in zip(tensors, ctx.needs_input_grad[3:], strict=True)]
+        ctx.like = [
+            (x.size(), x.stride(), x.dtype, g)
+            for x, g in zip(tensors, ctx.needs_input_grad[3:], strict=True)
+        ]
         return tuple(outputs)
 
     @staticmethod
