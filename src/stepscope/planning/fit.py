@@ -24,6 +24,7 @@ from stepscope.planning.frontier import StepPlan, frontier, kinds_of
 from stepscope.planning.host_copies import HostCopies
 from stepscope.planning.operators import Rates, known_rates
 from stepscope.planning.predict import LossFunction, MemoryPrediction, StepOptions, predict_fake
+from stepscope.planning.ranks import ONE_RANK, Ranks, ShardedModel, bucket_bytes, in_dtype
 from stepscope.planning.selective import apply_to
 from stepscope.planning.step_timeline import Blocks
 
@@ -111,8 +112,8 @@ def fit(
 
     Each repeated block saves its activations, recomputes some or all of them in the backward pass,
     or copies what it saves to pinned host memory. Memory comes from runs on fake tensors, time from
-    FLOPs, bytes and the rates of the GPU. `sample`, `loss_fn`, `dtype` and `max_grad_norm` are those
-    of `TrainStep`. The model is changed in place; gradients stay the same.
+    FLOPs, bytes and the rates of the GPU. `sample`, `loss_fn`, `dtype` and `max_grad_norm` are
+    those of `TrainStep`. The model is changed in place; gradients stay the same.
     """
     require_valid({}, loss_fn, optimizer, max_grad_norm, dtype, None)
     limit, options = bytes_of(budget), StepOptions(loss_fn, dtype, max_grad_norm)
@@ -136,18 +137,32 @@ def fit(
 
 
 def plans_of(
-    model: nn.Module, optimizer: Optimizer, batch: Any, options: StepOptions, rates: Rates
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    options: StepOptions,
+    rates: Rates,
+    ranks: Ranks = ONE_RANK,
 ) -> list[StepPlan]:
-    """Return the frontier of a step of fake tensors, the fastest plan first."""
+    """Return the frontier of a step of fake tensors, the fastest plan first. With several ranks it
+    is that of one of them, without the time of communication."""
     use_cuda_defaults(optimizer)
-    blocks = Blocks(model, rates)
+    blocks, dtypes = Blocks(model, rates), {}
+    if ranks.sharding == "full":
+        batch, options, dtypes = in_dtype(model, batch, options)
+    is_sharded = ranks.sharding == "full"
     # The first step creates the state of the optimizer.
-    blocks.run(optimizer, batch, options)
+    blocks.run(None if is_sharded else optimizer, batch, options)
     for kind, example in blocks.examples.items():
         blocks.plain[kind] = run_block(example, options.dtype, rates)
     kinds = kinds_of(blocks, options)
+    if is_sharded:
+        blocks.sharded = ShardedModel(model, blocks.modules, optimizer, ranks, dtypes)
+        blocks.run(optimizer, batch, options)
     recorded = blocks.record(optimizer, batch, options)
-    return frontier(blocks.kinds, kinds, recorded, rates)
+    if ranks.count > 1 and ranks.sharding == "none":
+        recorded.timeline.always += bucket_bytes(model.parameters())
+    return frontier(blocks, kinds, recorded)
 
 
 def _fastest(

@@ -7,11 +7,12 @@ most. A budget selects the fastest plan that fits, so that a larger one never gi
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from stepscope.planning.block_costs import BlockCost, BlockRun, run_block
 from stepscope.planning.host_copies import LEAST_BYTES
-from stepscope.planning.operators import Operator, Rates
+from stepscope.planning.operators import Operator
 from stepscope.planning.predict import StepOptions
 from stepscope.planning.selective import BlockPlan
 from stepscope.planning.step_timeline import Blocks, Recorded
@@ -108,11 +109,9 @@ def _price(before: BlockCost, after: BlockCost) -> float:
     return (after.again_s - before.again_s) / (before.saved - after.saved)
 
 
-def frontier(
-    names: Mapping[str, Hashable], kinds: Mapping[Hashable, Kind], recorded: Recorded, rates: Rates
-) -> list[StepPlan]:
+def frontier(found: Blocks, kinds: Mapping[Hashable, Kind], recorded: Recorded) -> list[StepPlan]:
     """Return the plans than which no other is faster and smaller, the fastest first."""
-    calls = recorded.calls
+    calls, names, rates, sharded = recorded.calls, found.kinds, found.rates, found.sharded
     plain = {name: kinds[kind].options[0] for name, kind in names.items()}
     forward = recorded.forward_s + sum(calls[name] * one.forward_s for name, one in plain.items())
     backward = recorded.backward_s + sum(
@@ -124,7 +123,8 @@ def frontier(
         copied = sum(calls[name] * one.to_host for name, one in blocks.items()) / rates.host
         exposed = max(0.0, copied - forward) + max(0.0, copied - backward - again)
         seconds = forward + backward + recorded.optimizer_s + again + exposed
-        return StepPlan(blocks, recorded.timeline.peak(blocks), seconds, again, exposed)
+        in_memory = blocks if sharded is None else sharded.gathered(blocks)
+        return StepPlan(blocks, recorded.timeline.peak(in_memory), seconds, again, exposed)
 
     def with_host_copies(blocks: dict[str, BlockCost], most: float) -> dict[str, BlockCost]:
         """Copy the first blocks to host memory, whose tensors are saved for the longest time."""
@@ -162,7 +162,7 @@ def _path(options: Mapping[str, Sequence[BlockCost]]) -> Iterator[dict[str, Bloc
     moves = [
         (_price(before, after), index, name, after)
         for index, (name, those) in enumerate(options.items())
-        for before, after in zip(those, those[1:], strict=False)
+        for before, after in pairwise(those)
     ]
     for _, _, name, after in sorted(moves, key=lambda move: move[:2]):
         chosen[name] = after

@@ -129,12 +129,13 @@ def predict_fake(
 
 def run_step(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     batch: Any,
     options: StepOptions,
     begin: Callable[[str], None],
 ) -> None:
-    """Run a step of fake tensors; `begin` is called at the start of each phase."""
+    """Run a step of fake tensors, or a part without update; `begin` is called at the start of each
+    phase."""
     dtype, loss_fn = options.dtype, options.loss_fn
     begin("forward")
     with torch.autocast("cpu", dtype) if dtype is not None else nullcontext():
@@ -145,8 +146,9 @@ def run_step(
     begin("optimizer")
     if options.max_grad_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm, foreach=True)
-    optimizer.step()
-    optimizer.zero_grad()
+    if optimizer is not None:
+        optimizer.step()
+    (model if optimizer is None else optimizer).zero_grad()
 
 
 def run_backward(loss: Tensor) -> None:

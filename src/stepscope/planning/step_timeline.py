@@ -7,7 +7,7 @@ is a sum over a recorded list, and takes milliseconds.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from stepscope.acceleration.forward_registry import add_layer, forward_below
@@ -24,6 +25,7 @@ from stepscope.planning.blocks import input_signature, repeated_blocks, structur
 from stepscope.planning.cuda_operators import CudaDtypes, CudaOperators, InPlaceSums
 from stepscope.planning.operators import OperatorLog, Rates
 from stepscope.planning.predict import WORKSPACE, StepOptions, run_step
+from stepscope.planning.ranks import ShardedModel
 
 
 class Slot(NamedTuple):
@@ -46,6 +48,8 @@ class StepTimeline:
     def __init__(self) -> None:
         self._entries: list[_Stretch | tuple[Slot, int]] = []
         self._most = self._net = 0
+        self.always = WORKSPACE
+        """Bytes that are not recorded."""
 
     def add(self, size: int) -> None:
         self._net += size
@@ -66,7 +70,7 @@ class StepTimeline:
                 (block, part), sign = entry
                 now += sign * getattr(costs[block], part)
                 most = max(most, now)
-        return most + WORKSPACE
+        return most + self.always
 
 
 class _Recorder(SimulatedBytes):  # type: ignore[no-untyped-call]
@@ -110,9 +114,9 @@ class Blocks:
     others have stand-ins."""
 
     def __init__(self, model: nn.Module, rates: Rates) -> None:
-        self._model, self.rates = model, rates
-        self._modules = repeated_blocks(model)
-        self._structures = structures(self._modules)
+        self.model, self.rates = model, rates
+        self.modules = repeated_blocks(model)
+        self._structures = structures(self.modules)
         self.examples: dict[Hashable, Example] = {}
         self.shapes: dict[Hashable, _Shape] = {}
         self.plain: dict[Hashable, BlockRun] = {}
@@ -120,43 +124,49 @@ class Blocks:
         self.kinds: dict[str, Hashable] = {}
         self.calls: dict[str, int] = {}
         self._recorder: _Recorder | None = None
+        self.sharded: ShardedModel | None = None
         self._until_backward: list[Tensor] = []
-        self._receivers: dict[int, list[tuple[Hashable, int]]] = defaultdict(list)
-        """Kinds and positions of the arguments in a storage."""
+        self._received: list[tuple[Tensor, Hashable, int]] = []
+        """Differentiable arguments, with the kinds of their blocks and their positions."""
 
     @contextmanager
     def _standing_in(self) -> Iterator[None]:
         layers = [
             add_layer(block, self._stand_in(name, forward_below(block)), self)
-            for name, block in self._modules.items()
+            for name, block in self.modules.items()
         ]
-        self.calls = dict.fromkeys(self._modules, 0)
+        self.calls = dict.fromkeys(self.modules, 0)
         try:
             yield
         finally:
             for layer in layers:
                 layer.remove()
 
-    def run(self, optimizer: Any, batch: Any, options: StepOptions, *modes: Any) -> list[float]:
+    def run(
+        self, optimizer: Optimizer | None, batch: Any, options: StepOptions, *modes: Any
+    ) -> list[float]:
         """Run a step with stand-ins, and return when its phases began."""
         log = OperatorLog(self.rates)
         begins: list[float] = []
 
         def begin(phase: str) -> None:
-            del phase
             self._until_backward.clear()
+            if phase == "optimizer" and self.sharded is not None:
+                self.sharded.reduce()
             begins.append(log.seconds)
 
         with self._standing_in(), CudaDtypes(), CudaOperators(), ExitStack() as stack:
             for mode in (*modes, log, InPlaceSums()):
                 stack.enter_context(mode)
-            run_step(self._model, optimizer, batch, options, begin)
+            run_step(self.model, optimizer, batch, options, begin)
         return [*begins, log.seconds]
 
-    def record(self, optimizer: Any, batch: Any, options: StepOptions) -> Recorded:
+    def record(self, optimizer: Optimizer, batch: Any, options: StepOptions) -> Recorded:
         """Run a step with stand-ins for all blocks of known kinds, and return its timeline."""
         self._recorder = recorder = _Recorder()
-        tensors = [*self._model.parameters(), *self._model.buffers(), *tree_leaves(batch)]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *tree_leaves(batch)]
+        if self.sharded is not None:
+            tensors += self.sharded.shards
         tensors += tree_leaves([*optimizer.state.values()])
         recorder.count(x for x in tensors if isinstance(x, Tensor))
         begins = self.run(optimizer, batch, options, recorder)
@@ -170,9 +180,12 @@ class Blocks:
             kind = (self._structures[name], input_signature(args, kwargs))
             self.kinds[name] = kind
             self.calls[name] += 1
-            for at, one in enumerate(args):
-                if isinstance(one, Tensor) and one.requires_grad:
-                    self._receivers[one.untyped_storage()._cdata].append((kind, at))
+            if self._recorder is None:
+                self._received += [
+                    (one, kind, at)
+                    for at, one in enumerate(args)
+                    if isinstance(one, Tensor) and one.requires_grad
+                ]
             leaves, _ = tree_flatten((args, kwargs))
             if kind not in self.shapes:
                 self.examples[kind] = Example(block, args, kwargs)
@@ -187,9 +200,10 @@ class Blocks:
 
     def own_inputs(self, kind: Hashable) -> tuple[int, ...]:
         """Return the positions of differentiable arguments that no other block receives."""
-        alone = [those[0] for those in self._receivers.values() if len(those) == 1]
-        shared = {one for those in self._receivers.values() if len(those) > 1 for one in those}
-        return tuple(sorted({at for of, at in alone if of == kind and (of, at) not in shared}))
+        storages = Counter(one.untyped_storage()._cdata for one, *_ in self._received)
+        those = [(one.untyped_storage()._cdata, at) for one, of, at in self._received if of == kind]
+        shared = {at for storage, at in those if storages[storage] > 1}
+        return tuple(sorted({at for _, at in those} - shared))
 
     @contextmanager
     def slot(self, name: str, part: str) -> Iterator[None]:
