@@ -17,7 +17,7 @@ from stepscope.measure.ledger import StorageLedger, line_of_code
 from stepscope.planning.blocks import repeated_blocks, structures
 from stepscope.planning.fake_step import Fakes
 from stepscope.planning.fit import apply_plan, bytes_of, plans_of
-from stepscope.planning.frontier import StepPlan
+from stepscope.planning.frontier import MemoryPlan
 from stepscope.planning.host_copies import HostCopies
 from stepscope.planning.operators import known_rates
 from stepscope.planning.predict import WORKSPACE, StepOptions
@@ -38,7 +38,8 @@ class Mlp(nn.Module):
         self.dropout = nn.Dropout(rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(functional.relu_(self.up(self.norm(x)))))
+        out: Tensor = x + self.dropout(self.down(functional.relu_(self.up(self.norm(x)))))
+        return out
 
 
 class Tied(nn.Module):
@@ -95,7 +96,8 @@ def encoder() -> nn.Module:
 
 
 def square(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch).square().mean()
+    loss: Tensor = model(batch).square().mean()
+    return loss
 
 
 Case = tuple[Callable[[], nn.Module], Tensor, Any]
@@ -113,14 +115,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1)
 
 
-def plans_for(model: nn.Module, batch: Any, loss: Any) -> list[StepPlan]:
+def plans_for(model: nn.Module, batch: Any, loss: Any) -> list[MemoryPlan]:
     fakes = Fakes(line_of_code)
     with fakes.active():
         fake_model, optimizer = fakes.copy(model, sgd(model))
         return plans_of(fake_model, optimizer, fakes.batch(batch), StepOptions(loss), known_rates())
 
 
-def budget_for(plan: StepPlan) -> int:
+def budget_for(plan: MemoryPlan) -> int:
     return int(plan.peak * 1.03)
 
 
@@ -164,6 +166,7 @@ def test_every_option_of_a_block_gives_equal_gradients(monkeypatch: pytest.Monke
     build, batch, loss = CASES["tied"]
     torch.manual_seed(0)
     model = build()
+    assert isinstance(model, Tied)
     expected = step(model, batch, loss)
     kept = frozenset({("native_layer_norm", 0), ("addmm", 0), ("addmm", 1)})
     plans = [
@@ -171,7 +174,7 @@ def test_every_option_of_a_block_gives_equal_gradients(monkeypatch: pytest.Monke
         BlockPlan(True, frozenset(), True, (0,)),
     ]  # fmt: skip
     copies = HostCopies()
-    for block, plan in zip(model.blocks, plans, strict=True):
+    for block, plan in zip(model.blocks.children(), plans, strict=True):
         apply_to(block, plan, copies, None)
     for _ in range(2):
         for got, wanted in zip(step(model, batch, loss), expected, strict=True):

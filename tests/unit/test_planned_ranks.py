@@ -21,7 +21,7 @@ from stepscope.errors import UsageError
 from stepscope.measure.ledger import line_of_code
 from stepscope.planning.fake_step import Fakes
 from stepscope.planning.fit import plans_of
-from stepscope.planning.frontier import StepPlan
+from stepscope.planning.frontier import MemoryPlan
 from stepscope.planning.operators import known_rates
 from stepscope.planning.predict import WORKSPACE, StepOptions
 from stepscope.planning.ranks import ONE_RANK, Ranks
@@ -36,7 +36,8 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+        out: Tensor = x + self.down(torch.relu(self.up(x)))
+        return out
 
 
 class Model(nn.Module):
@@ -105,7 +106,7 @@ def counted_with_fsdp2(model: Model, tokens: Tensor, dtype: torch.dtype | None) 
     return live.peak
 
 
-def planned(model: Model, tokens: Tensor, ranks: Ranks, dtype: Any = None) -> list[StepPlan]:
+def planned(model: Model, tokens: Tensor, ranks: Ranks, dtype: Any = None) -> list[MemoryPlan]:
     fakes = Fakes(line_of_code)
     with fakes.active():
         fake, optimizer = fakes.copy(model, adamw(model))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ def _most(module: nn.Module, inner: list[tuple[str, nn.Module, int]]) -> bool:
     return 3 * sum(within.values()) > 2 * sum(p.numel() for p in module.parameters())
 
 
-def structures(blocks: dict[str, nn.Module]) -> dict[str, Hashable]:
+def structures(blocks: Mapping[str, nn.Module]) -> dict[str, Hashable]:
     """Describe each block: those of equal descriptions run the same operators for equal inputs.
 
     An attribute that counts the blocks is their index and left out.
@@ -95,7 +95,7 @@ def input_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     return (str(tree), *map(_described, leaves))
 
 
-def _described(leaf: Any) -> Hashable:
+def _described(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
     return repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf)

@@ -80,7 +80,7 @@ def _predicted_attention_backward(
 
 
 for _operator in (_predicted_attention, _predicted_attention_backward):
-    _operator.register_fake(_operator._init_fn)
+    _operator.register_fake(_operator._init_fn)  # type: ignore[no-untyped-call]
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -90,6 +90,7 @@ class _FusedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool, dropout: float
     ) -> Tensor:
+        out: Tensor
         out, log_sum_exp = _predicted_attention(query, key, value, mask, causal, dropout)
         ctx.save_for_backward(query, key, value, out, log_sum_exp)
         ctx.causal = causal
@@ -98,7 +99,7 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value, *_ = ctx.saved_tensors
-        gradients = _predicted_attention_backward(query, key, value, gradient, ctx.causal)
+        gradients: Any = _predicted_attention_backward(query, key, value, gradient, ctx.causal)
         return *gradients, None, None, None
 
 

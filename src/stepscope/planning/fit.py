@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +15,11 @@ from stepscope.acceleration.train_step_arguments import require_valid
 from stepscope.analysis.predict.fit import MARGIN
 from stepscope.errors import UsageError
 from stepscope.measure.ledger import line_of_code
-from stepscope.planning.block_costs import BlockCost, run_block
+from stepscope.planning.block_costs import run_block
 from stepscope.planning.blocks import repeated_blocks
 from stepscope.planning.cuda_operators import use_cuda_defaults
 from stepscope.planning.fake_step import Fakes
-from stepscope.planning.frontier import StepPlan, frontier, kinds_of
+from stepscope.planning.frontier import MemoryPlan, frontier, kinds_of
 from stepscope.planning.host_copies import HostCopies
 from stepscope.planning.operators import Rates, known_rates
 from stepscope.planning.predict import LossFunction, MemoryPrediction, StepOptions, predict_fake
@@ -37,8 +36,8 @@ class Fitted:
 
     def __init__(
         self,
-        plan: StepPlan,
-        plans: list[StepPlan],
+        plan: MemoryPlan,
+        plans: list[MemoryPlan],
         prediction: MemoryPrediction,
         budget: int,
         rates: Rates,
@@ -72,23 +71,10 @@ class Fitted:
             f"predicted step: {1e3 * plan.seconds:.1f} ms at the rates of {self.rates.device},"
             f" {100 * (plan.seconds / fastest.seconds - 1):.1f} % more",
         ]
-        groups = Counter((_words(cost), cost) for cost in plan.blocks.values())
-        for (words, cost), count in groups.items():
-            row = f"{count:4} blocks  {_gib(cost.saved + cost.to_host):>10}  {words}"
-            if cost.plan.recompute:
-                row += f", {1e3 * cost.again_s:.2f} ms each"
-            lines.append(row)
+        for count, cost in plan.groups:
+            row = f"{count:4} blocks  {_gib(cost.saved + cost.to_host):>10}  {cost.plan}"
+            lines.append(f"{row}, {1e3 * cost.again_s:.2f} ms" if cost.again_s else row)
         return "\n".join(lines)
-
-
-def _words(cost: BlockCost) -> str:
-    plan = cost.plan
-    if not plan.recompute:
-        return "save everything"
-    names = Counter(name for name, _ in plan.kept)
-    listed = ", ".join(f"{n} {name}" for name, n in sorted(names.items()))
-    words = f"recompute all but {listed}" if listed else "recompute"
-    return f"{words}; {_gib(cost.to_host)} to host memory" if cost.to_host else words
 
 
 def _gib(size: int) -> str:
@@ -124,7 +110,7 @@ def fit(
         batch = fakes.batch(sample)
         plans = plans_of(fake_model, fake_optimizer, batch, options, rates)
 
-        def predicted(plan: StepPlan) -> MemoryPrediction:
+        def predicted(plan: MemoryPlan) -> MemoryPrediction:
             layers = apply_plan(fake_model, plan)
             try:
                 return predict_fake(fakes, fake_model, fake_optimizer, batch, options, steps=1)
@@ -143,11 +129,12 @@ def plans_of(
     options: StepOptions,
     rates: Rates,
     ranks: Ranks = ONE_RANK,
-) -> list[StepPlan]:
+) -> list[MemoryPlan]:
     """Return the frontier of a step of fake tensors, the fastest plan first. With several ranks it
     is that of one of them, without the time of communication."""
     use_cuda_defaults(optimizer)
-    blocks, dtypes = Blocks(model, rates), {}
+    blocks = Blocks(model, rates)
+    dtypes: dict[str, torch.dtype] = {}
     if ranks.sharding == "full":
         batch, options, dtypes = in_dtype(model, batch, options)
     is_sharded = ranks.sharding == "full"
@@ -160,14 +147,14 @@ def plans_of(
         blocks.sharded = ShardedModel(model, blocks.modules, optimizer, ranks, dtypes)
         blocks.run(optimizer, batch, options)
     recorded = blocks.record(optimizer, batch, options)
-    if ranks.count > 1 and ranks.sharding == "none":
+    if ranks.number > 1 and ranks.sharding == "none":
         recorded.timeline.always += bucket_bytes(model.parameters())
     return frontier(blocks, kinds, recorded)
 
 
 def _fastest(
-    plans: list[StepPlan], limit: int, predicted: Callable[[StepPlan], MemoryPrediction]
-) -> tuple[StepPlan, MemoryPrediction]:
+    plans: list[MemoryPlan], limit: int, predicted: Callable[[MemoryPlan], MemoryPrediction]
+) -> tuple[MemoryPlan, MemoryPrediction]:
     """Return the fastest plan that fits, by a run of the full step."""
     for plan in plans:
         if plan.peak * MARGIN <= limit:
@@ -181,7 +168,7 @@ def _fastest(
     )
 
 
-def apply_plan(model: nn.Module, plan: StepPlan) -> list[Layer]:
+def apply_plan(model: nn.Module, plan: MemoryPlan) -> list[Layer]:
     """Let the blocks of a model follow a plan, until the layers are removed."""
     copies, owner = HostCopies(), object()
     blocks = repeated_blocks(model)

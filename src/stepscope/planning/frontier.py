@@ -6,6 +6,7 @@ most. A budget selects the fastest plan that fits, so that a larger one never gi
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from stepscope.planning.selective import BlockPlan
 from stepscope.planning.step_timeline import Blocks, Recorded
 
 
-class StepPlan(NamedTuple):
+class MemoryPlan(NamedTuple):
     """A plan of each block, with what is predicted of the step."""
 
     blocks: dict[str, BlockCost]
@@ -32,6 +33,14 @@ class StepPlan(NamedTuple):
     @property
     def to_host(self) -> int:
         return sum(cost.to_host for cost in self.blocks.values())
+
+    @property
+    def groups(self) -> list[tuple[int, BlockCost]]:
+        """Blocks with equal plans and times, and how many there are."""
+        found: dict[tuple[BlockPlan, float], list[BlockCost]] = defaultdict(list)
+        for cost in self.blocks.values():
+            found[cost.plan, cost.again_s].append(cost)
+        return [(len(costs), costs[0]) for costs in found.values()]
 
 
 class Kind(NamedTuple):
@@ -109,7 +118,7 @@ def _price(before: BlockCost, after: BlockCost) -> float:
     return (after.again_s - before.again_s) / (before.saved - after.saved)
 
 
-def frontier(found: Blocks, kinds: Mapping[Hashable, Kind], recorded: Recorded) -> list[StepPlan]:
+def frontier(found: Blocks, kinds: Mapping[Hashable, Kind], recorded: Recorded) -> list[MemoryPlan]:
     """Return the plans than which no other is faster and smaller, the fastest first."""
     calls, names, rates, sharded = recorded.calls, found.kinds, found.rates, found.sharded
     plain = {name: kinds[kind].options[0] for name, kind in names.items()}
@@ -118,13 +127,13 @@ def frontier(found: Blocks, kinds: Mapping[Hashable, Kind], recorded: Recorded) 
         calls[name] * one.backward_s for name, one in plain.items()
     )
 
-    def plan(blocks: dict[str, BlockCost]) -> StepPlan:
+    def plan(blocks: dict[str, BlockCost]) -> MemoryPlan:
         again = sum(calls[name] * one.again_s for name, one in blocks.items())
         copied = sum(calls[name] * one.to_host for name, one in blocks.items()) / rates.host
         exposed = max(0.0, copied - forward) + max(0.0, copied - backward - again)
         seconds = forward + backward + recorded.optimizer_s + again + exposed
         in_memory = blocks if sharded is None else sharded.gathered(blocks)
-        return StepPlan(blocks, recorded.timeline.peak(in_memory), seconds, again, exposed)
+        return MemoryPlan(blocks, recorded.timeline.peak(in_memory), seconds, again, exposed)
 
     def with_host_copies(blocks: dict[str, BlockCost], most: float) -> dict[str, BlockCost]:
         """Copy the first blocks to host memory, whose tensors are saved for the longest time."""
@@ -147,7 +156,7 @@ def frontier(found: Blocks, kinds: Mapping[Hashable, Kind], recorded: Recorded) 
     for blocks in _path({name: kinds[kind].options for name, kind in names.items()}):
         plans += [plan(blocks), plan(with_host_copies(blocks, hidden))]
         plans.append(plan(with_host_copies(blocks, float("inf"))))
-    best: list[StepPlan] = []
+    best: list[MemoryPlan] = []
     for one in sorted(plans, key=lambda one: (one.seconds, one.peak)):
         if not best or one.peak < best[-1].peak:
             best.append(one)

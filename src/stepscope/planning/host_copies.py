@@ -43,7 +43,7 @@ class HostCopies:
                 "a step with tensors in host memory cannot be captured", 'use graph="off"'
             )
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._stream
 
 

@@ -139,7 +139,8 @@ def can_keep(function: Any, arguments: tuple[Any, ...]) -> bool:
 def _dropout(function: Any, arguments: tuple[Any, ...]) -> float:
     names = [one.name for one in function._schema.arguments]
     given = dict(zip(names, arguments, strict=False))
-    return float(given.get("dropout_p", given.get("dropout", 0.0)))
+    rate: float = given.get("dropout_p", given.get("dropout", 0.0))
+    return rate
 
 
 def writes(function: Any) -> bool:
@@ -157,7 +158,7 @@ def _flops(
     if not str(function).startswith(PREDICTED):
         return operator_flops(function, arguments, keywords, result)
     query, key, *_, is_causal = arguments[:5]
-    forward = 4 * query.numel() * key.shape[-2] // (2 if is_causal else 1)
+    forward: int = 4 * query.numel() * key.shape[-2] // (2 if is_causal else 1)
     # The backward kernel computes the scores again.
     return forward if name == ATTENTION else 5 * forward // 2
 

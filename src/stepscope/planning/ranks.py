@@ -30,14 +30,14 @@ Sharding = Literal["none", "full"]
 class Ranks(NamedTuple):
     """Data-parallel ranks: `none` is DDP, `full` is FSDP2."""
 
-    count: int = 1
+    number: int = 1
     sharding: Sharding = "none"
     reshard_after_forward: bool = True
 
     def require_valid(self) -> None:
-        if self.count < 1:
-            raise UsageError(f"ranks={self.count} is invalid", "use an integer, 1 or more")
-        if self.sharding == "full" and self.count == 1:
+        if self.number < 1:
+            raise UsageError(f"ranks={self.number} is invalid", "use an integer, 1 or more")
+        if self.sharding == "full" and self.number == 1:
             raise UsageError("sharding='full' with one rank", "give the number of ranks")
 
 
@@ -60,7 +60,7 @@ class ShardedModel:
         shards: dict[int, nn.Parameter] = {}
         self._outside: list[tuple[nn.Parameter, nn.Parameter]] = []
         for name, parameter in model.named_parameters():
-            rows = -(-parameter.shape[0] // ranks.count) if parameter.dim() else 1
+            rows = -(-parameter.shape[0] // ranks.number) if parameter.dim() else 1
             shape = (rows, *parameter.shape[1:])
             data = torch.empty(shape, dtype=dtypes.get(name, parameter.dtype))
             shard = nn.Parameter(data, requires_grad=parameter.requires_grad)
@@ -68,9 +68,9 @@ class ShardedModel:
             if id(parameter) not in of_blocks:
                 self._outside.append((parameter, shard))
         for module in (part for block in blocks.values() for part in block.modules()):
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[key] = shards[id(parameter)]
+            for key, own in module._parameters.items():
+                if own is not None:
+                    module._parameters[key] = shards[id(own)]
         for group in optimizer.param_groups:
             group["params"] = [shards.get(id(p), p) for p in group["params"]]
         optimizer.state.clear()

@@ -35,6 +35,14 @@ class BlockPlan(NamedTuple):
     inputs: tuple[int, ...] = ()
     """Positions of the arguments that no other block saves."""
 
+    def __str__(self) -> str:
+        if not self.recompute:
+            return "save everything"
+        names = sorted(Counter(name for name, _ in self.kept).items())
+        listed = ", ".join(f"{count} {name}" for name, count in names)
+        words = f"recompute all but {listed}" if listed else "recompute"
+        return f"{words}, with copies in host memory" if self.offload else words
+
 
 AS_IT_IS = BlockPlan()
 
