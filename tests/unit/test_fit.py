@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stepscope
-from stepscope.errors import UsageError
+from stepscope.errors import StepscopeError, UsageError
 from stepscope.measure.ledger import StorageLedger, line_of_code
 from stepscope.planning.blocks import repeated_blocks, structures
 from stepscope.planning.fake_step import Fakes
@@ -234,6 +234,22 @@ def test_the_plan_is_a_table() -> None:
     fitted.undo()
     fitted.undo()
     assert all("forward" not in vars(part) for part in model.modules())
+
+
+def test_random_numbers_in_a_graph_must_have_been_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their state cannot be read while a CUDA graph is captured."""
+    tokens = torch.zeros(16, ROWS, dtype=torch.long)
+    monkeypatch.setattr("stepscope.planning.selective.is_capturing", lambda: True)
+    for rate in (0.0, 0.1):
+        (plan, *_) = plans_for(Tied(rate), tokens, None)[-1].blocks.values()
+        assert plan.plan.is_random == bool(rate)
+        block = Mlp(0, rate=0.1)
+        apply_to(block, BlockPlan(True, is_random=bool(rate)), HostCopies(), None)
+        if rate:
+            block(torch.zeros(2, WIDTH))
+        else:
+            with pytest.raises(StepscopeError, match="draws random numbers"):
+                block(torch.zeros(2, WIDTH))
 
 
 def test_blocks_are_found_by_structure() -> None:

@@ -80,7 +80,7 @@ def _predicted_attention_backward(
 
 
 for _operator in (_predicted_attention, _predicted_attention_backward):
-    _operator.register_fake(_operator._init_fn)  # type: ignore[no-untyped-call]
+    _operator.register_fake(_operator._init_fn)
 
 
 class _FusedAttention(torch.autograd.Function):

@@ -58,7 +58,8 @@ def kinds_of(blocks: Blocks, options: StepOptions) -> dict[Hashable, Kind]:
 
 def _kind(blocks: Blocks, kind: Hashable, plain: BlockRun, dtype: Any) -> Kind:
     example = blocks.examples[kind]
-    again = run_block(example, dtype, blocks.rates, BlockPlan(True), plain).cost
+    as_all = BlockPlan(True, is_random=plain.log.is_random)
+    again = run_block(example, dtype, blocks.rates, as_all, plain).cost
     inputs = blocks.own_inputs(kind)
     sizes = [example.args[at].nbytes for at in inputs]
     kept = {_cost(plain.cost, again, those): those for those in _kept_sets(plain)}
@@ -81,7 +82,7 @@ def _cost(plain: BlockCost, again: BlockCost, kept: tuple[Operator, ...]) -> Blo
     """Return the cost of a block that keeps these outputs, from that of one that keeps nothing."""
     size = sum(one.bytes for one in kept)
     return again._replace(
-        plan=BlockPlan(True, frozenset(one.key for one in kept)),
+        plan=again.plan._replace(kept=frozenset(one.key for one in kept)),
         saved=again.saved + size,
         forward=min(plain.forward, again.forward + size),
         backward=again.backward - size,

@@ -20,6 +20,11 @@ LEAST_BYTES = 1 << 20
 """Smaller tensors stay on the GPU."""
 
 
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class HostCopies:
     """The groups of a model."""
 
@@ -38,7 +43,7 @@ class HostCopies:
     def stream(self, device: torch.device) -> Any:
         if device.type != "cuda":
             return None
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             raise StepscopeError(
                 "a step with tensors in host memory cannot be captured", 'use graph="off"'
             )

@@ -80,6 +80,7 @@ class OperatorLog(Observer):  # type: ignore[no-untyped-call]
         self._rates = rates
         self._calls: Counter[str] = Counter()
         self._written: set[int] = set()
+        self.is_random = False
 
     @property
     def seconds(self) -> float:
@@ -102,6 +103,7 @@ class OperatorLog(Observer):  # type: ignore[no-untyped-call]
         inputs = _tensors((arguments, keywords))
         outputs = _tensors(result)
         storages = _storages(outputs)
+        self.is_random |= is_random(function, arguments)
         is_written, is_view = writes(function), bool(storages) and storages <= _storages(inputs)
         if is_written:
             self._written |= storages
@@ -128,19 +130,18 @@ def can_keep(function: Any, arguments: tuple[Any, ...]) -> bool:
 
     If random numbers were not drawn again, those drawn later would differ.
     """
-    name = name_of(function)
-    if name == ATTENTION:
-        return not _dropout(function, arguments)
-    return name not in _CASTS and not (
-        writes(function) or aliases(function) or _RANDOM in function.tags
-    )
+    if name_of(function) in _CASTS or writes(function) or aliases(function):
+        return False
+    return not is_random(function, arguments)
 
 
-def _dropout(function: Any, arguments: tuple[Any, ...]) -> float:
+def is_random(function: Any, arguments: tuple[Any, ...]) -> bool:
+    """Return whether an operator draws random numbers; attention does with dropout only."""
+    if name_of(function) != ATTENTION:
+        return _RANDOM in function.tags
     names = [one.name for one in function._schema.arguments]
-    given = dict(zip(names, arguments, strict=False))
-    rate: float = given.get("dropout_p", given.get("dropout", 0.0))
-    return rate
+    given: dict[str, Any] = dict(zip(names, arguments, strict=False))
+    return bool(given.get("dropout_p", given.get("dropout", 0.0)))
 
 
 def writes(function: Any) -> bool:

@@ -19,8 +19,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from stepscope.acceleration.forward_registry import Layer, add_layer, forward_below
-from stepscope.planning.host_copies import LEAST_BYTES, Group, HostCopies, HostCopy
-from stepscope.planning.operators import Key, can_keep, name_of
+from stepscope.errors import StepscopeError
+from stepscope.planning.host_copies import (
+    LEAST_BYTES,
+    Group,
+    HostCopies,
+    HostCopy,
+    is_capturing,
+)
+from stepscope.planning.operators import Key, can_keep, is_random, name_of
 
 
 class BlockPlan(NamedTuple):
@@ -34,6 +41,8 @@ class BlockPlan(NamedTuple):
     """Whether kept outputs and inputs are copied to host memory."""
     inputs: tuple[int, ...] = ()
     """Positions of the arguments that no other block saves."""
+    is_random: bool = True
+    """Whether the block draws random numbers. Their state cannot be read in a CUDA graph."""
 
     def __str__(self) -> str:
         if not self.recompute:
@@ -59,14 +68,19 @@ def apply_to(block: nn.Module, plan: BlockPlan, copies: HostCopies, owner: objec
         if torch.compiler.is_compiling():
             return checkpoint(below, *args, use_reentrant=False, **kwargs)
         group = copies.new_group() if plan.offload else None
+        repeats_random = plan.is_random or not is_capturing()
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             store: dict[Key, _Kept] = {}
-            keeping = _Keeping(plan.kept, store, group) if plan.kept else nullcontext()
+            needed = plan.kept or not repeats_random
+            keeping = _Keeping(plan, store, group, repeats_random) if needed else nullcontext()
             return keeping, _Again(module, store)
 
         with _offloaded(group, [args[at] for at in plan.inputs]):
-            return checkpoint(below, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            return checkpoint(
+                below, *args, use_reentrant=False, context_fn=contexts,
+                preserve_rng_state=repeats_random, **kwargs,
+            )  # fmt: skip
 
     return add_layer(block, run, owner)
 
@@ -117,16 +131,22 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Stores the outputs of operators in the forward pass of a block."""
 
     def __init__(
-        self, wanted: frozenset[Key], store: dict[Key, _Kept], group: Group | None
+        self, plan: BlockPlan, store: dict[Key, _Kept], group: Group | None, repeats_random: bool
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._wanted, self._store, self._group = wanted, store, group
+        self._wanted, self._store, self._group = plan.kept, store, group
+        self._repeats_random = repeats_random
         self._calls: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         del types
+        if not self._repeats_random and is_random(function, arguments):
+            raise StepscopeError(
+                "the block draws random numbers, and did not when its memory was planned",
+                "call stepscope.fit on the model in training mode",
+            )
         output = function(*arguments, **(keywords or {}))
         key = _counted(self._calls, function)
         if key in self._wanted and can_keep(function, arguments):
