@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stepscope
+from stepscope.acceleration.forward_registry import layer_owners
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.measure.ledger import StorageLedger, line_of_code
 from stepscope.planning.blocks import repeated_blocks, structures
@@ -228,10 +229,13 @@ def test_the_plan_is_a_table() -> None:
     model, batch = Tied(), torch.zeros(16, ROWS, dtype=torch.long)
     plan = plans_for(model, batch, None)[-1]
     fitted = stepscope.fit(model, sgd(model), batch, budget=budget_for(plan))
+    again = stepscope.fit(model, sgd(model), batch, budget=budget_for(plan))
+    assert str(again) == str(fitted)
+    assert {len(layer_owners(block)) for block in model.blocks} <= {0, 1}
     words = str(fitted)
     assert words.startswith("predicted peak: 0.")
     assert "recompute" in words
-    fitted.undo()
+    again.undo()
     fitted.undo()
     assert all("forward" not in vars(part) for part in model.modules())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -29,6 +30,10 @@ from stepscope.planning.step_timeline import Blocks
 
 _UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*([0-9.]+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+_FITTED: WeakKeyDictionary[nn.Module, Fitted] = WeakKeyDictionary()
+"""Models that follow a plan."""
 
 
 class Fitted:
@@ -99,11 +104,14 @@ def fit(
     Each repeated block saves its activations, recomputes some or all of them in the backward pass,
     or copies what it saves to pinned host memory. Memory comes from runs on fake tensors, time from
     FLOPs, bytes and the rates of the GPU. `sample`, `loss_fn`, `dtype` and `max_grad_norm` are
-    those of `TrainStep`. The model is changed in place; gradients stay the same.
+    those of `TrainStep`. The model is changed in place, and an earlier plan is undone; gradients
+    stay the same.
     """
     require_valid({}, loss_fn, optimizer, max_grad_norm, dtype, None)
     limit, options = bytes_of(budget), StepOptions(loss_fn, dtype, max_grad_norm)
     rates = known_rates()
+    if model in _FITTED:
+        _FITTED.pop(model).undo()
     fakes = Fakes(line_of_code)
     with fakes.active():
         fake_model, fake_optimizer = fakes.copy(model, optimizer)
@@ -119,7 +127,9 @@ def fit(
                     layer.remove()
 
         plan, prediction = _fastest(plans, limit, predicted)
-    return Fitted(plan, plans, prediction, limit, rates, apply_plan(model, plan))
+    fitted = Fitted(plan, plans, prediction, limit, rates, apply_plan(model, plan))
+    _FITTED[model] = fitted
+    return fitted
 
 
 def plans_of(

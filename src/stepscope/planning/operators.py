@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from stepscope.measure.datasheet import datasheet_ceilings
 from stepscope.measure.dispatch import Observer
 from stepscope.measure.flops import operator_flops
 from stepscope.measure.tensors import stored
@@ -28,6 +29,8 @@ _CASTS = ("_to_copy", "to", "clone")
 _RANDOM = torch.Tag.nondeterministic_seeded
 _DEFAULT_DEVICE = "NVIDIA H200"
 _LAUNCH_S = 3e-6
+_REACHED = 0.8
+"""Share of a datasheet's rates that an H200 reaches."""
 _HOST_RATE = 50e9
 """Bytes/s of copies to pinned host memory over PCIe 5.0 x16, in each direction."""
 
@@ -49,9 +52,11 @@ class Rates(NamedTuple):
 
 
 def known_rates() -> Rates:
-    """Return the rates of this GPU, or of an H200 where they are not known."""
+    """Return the rates of this GPU: measured ones, else a share of its datasheet, else those of an
+    H200."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    known = usual_rates(name)
+    on_paper = {one.name: _REACHED * one.value for one in datasheet_ceilings(name)}
+    known = usual_rates(name) or on_paper
     device, rates = (name, known) if known else (_DEFAULT_DEVICE, usual_rates(_DEFAULT_DEVICE))
     matmul = {
         key.removeprefix("matmul."): value

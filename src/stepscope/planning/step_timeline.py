@@ -7,10 +7,11 @@ is a sum over a recorded list, and takes milliseconds.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -118,14 +119,14 @@ class Blocks:
         self.modules = repeated_blocks(model)
         self._structures = structures(self.modules)
         self.examples: dict[Hashable, Example] = {}
-        self.shapes: dict[Hashable, _Shape] = {}
+        self.outputs: dict[Hashable, _Outputs] = {}
         self.plain: dict[Hashable, BlockRun] = {}
         """Runs of the kinds as they are, once they are known."""
         self.kinds: dict[str, Hashable] = {}
         self.calls: dict[str, int] = {}
         self._recorder: _Recorder | None = None
         self.sharded: ShardedModel | None = None
-        self._until_backward: list[Tensor] = []
+        self.until_backward: list[Tensor] = []
         self._received: list[tuple[Tensor, Hashable, int]] = []
         """Differentiable arguments, with the kinds of their blocks and their positions."""
 
@@ -150,7 +151,7 @@ class Blocks:
         begins: list[float] = []
 
         def begin(phase: str) -> None:
-            self._until_backward.clear()
+            self.until_backward.clear()
             if phase == "optimizer" and self.sharded is not None:
                 self.sharded.reduce()
             begins.append(log.seconds)
@@ -170,7 +171,7 @@ class Blocks:
         tensors += tree_leaves([*optimizer.state.values()])
         recorder.count(x for x in tensors if isinstance(x, Tensor))
         begins = self.run(optimizer, batch, options, recorder)
-        seconds = [end - begin for begin, end in pairwise(begins)]
+        seconds = [end - begin for begin, end in itertools.pairwise(begins)]
         return Recorded(recorder.timeline, dict(self.calls), *seconds)
 
     def _stand_in(self, name: str, below: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,14 +188,13 @@ class Blocks:
                     if isinstance(one, Tensor) and one.requires_grad
                 ]
             leaves, _ = tree_flatten((args, kwargs))
-            if kind not in self.shapes:
+            if kind not in self.outputs:
                 self.examples[kind] = Example(block, args, kwargs)
-                self.shapes[kind] = _Shape.of(below(*args, **kwargs), leaves)
-            shape = self.shapes[kind]
+                self.outputs[kind] = _Outputs.of(below(*args, **kwargs), leaves)
             inputs = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
             parameters = [p for p in block.parameters() if p.requires_grad]
             made = _StandIn.apply(self, name, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
-            return shape.output(made, leaves)
+            return self.outputs[kind].filled(made, leaves)
 
         return run
 
@@ -213,16 +213,6 @@ class Blocks:
         with self._recorder.within(Slot(name, part)):
             yield
 
-    def retained(self, name: str) -> tuple[int, ...]:
-        run = self.plain.get(self.kinds[name])
-        return () if run is None else run.retained
-
-    def shape_of(self, name: str) -> _Shape:
-        return self.shapes[self.kinds[name]]
-
-    def hold_until_backward(self, tensor: Tensor) -> None:
-        self._until_backward.append(tensor)
-
 
 class Recorded(NamedTuple):
     """A step with stand-ins: its timeline, and the seconds of what is not in a block."""
@@ -234,53 +224,34 @@ class Recorded(NamedTuple):
     optimizer_s: float
 
 
-class _Shape(NamedTuple):
-    """The outputs of a block: new tensors, inputs that are passed on, and constants."""
+class _Input(NamedTuple):
+    """An output of a block that is one of its inputs."""
 
-    tree: Any
+    index: int
+
+
+class _Outputs(NamedTuple):
+    """The outputs of a block: tensors to create, inputs that are passed on, and constants."""
+
     leaves: tuple[Any, ...]
-    """A tensor without data, the index of an input, or a constant."""
+    tree: Any
 
     @classmethod
-    def of(cls, output: Any, inputs: list[Any]) -> _Shape:
+    def of(cls, output: Any, inputs: list[Any]) -> _Outputs:
         leaves, tree = tree_flatten(output)
-        position = {id(leaf): at for at, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
-        described: list[Any] = []
-        for leaf in leaves:
-            if id(leaf) in position:
-                described.append(_Input(position[id(leaf)]))
-            elif isinstance(leaf, Tensor):
-                described.append(_Made(leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
-            else:
-                described.append(leaf)
-        return cls(tree, tuple(described))
+        index = {id(leaf): at for at, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
+        return cls(tuple(_Input(index[id(x)]) if id(x) in index else x for x in leaves), tree)
 
-    def new(self) -> list[Tensor]:
-        made = [leaf for leaf in self.leaves if isinstance(leaf, _Made)]
-        return [torch.empty_strided(x.size, x.stride, dtype=x.dtype) for x in made]
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
-    def differentiable(self) -> list[bool]:
-        return [leaf.requires_grad for leaf in self.leaves if isinstance(leaf, _Made)]
-
-    def output(self, made: Any, inputs: list[Any]) -> Any:
+    def filled(self, made: Any, inputs: list[Any]) -> Any:
+        """Return the output with these tensors."""
         new = iter(made)
-        leaves = [
-            next(new) if isinstance(leaf, _Made)
-            else inputs[leaf.at] if isinstance(leaf, _Input) else leaf
-            for leaf in self.leaves
-        ]  # fmt: skip
+        leaves = [next(new) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        leaves = [inputs[leaf.index] if isinstance(leaf, _Input) else leaf for leaf in leaves]
         return tree_unflatten(leaves, self.tree)
-
-
-class _Made(NamedTuple):
-    size: Any
-    stride: Any
-    dtype: torch.dtype
-    requires_grad: bool
-
-
-class _Input(NamedTuple):
-    at: int
 
 
 class _StandIn(torch.autograd.Function):
@@ -292,26 +263,20 @@ class _StandIn(torch.autograd.Function):
         with blocks.slot(name, "forward"):
             torch.empty(1)
         with blocks.slot(name, "copies"):
-            blocks.hold_until_backward(torch.empty(1))
+            blocks.until_backward.append(torch.empty(1))
         with blocks.slot(name, "saved"):
             ctx.saved = torch.empty(1)
-        shape = blocks.shape_of(name)
-        outputs = shape.new()
-        differentiable = shape.differentiable()
-        ctx.mark_non_differentiable(
-            *(x for x, grad in zip(outputs, differentiable, strict=True) if not grad)
-        )
-        boundary = (
-            *tensors[:inputs],
-            *(x for x, grad in zip(outputs, differentiable, strict=True) if grad),
-        )
-        retained = blocks.retained(name)
-        kept = [x for x, size in zip(boundary, retained, strict=False) if size]
-        ctx.save_for_backward(*kept)
+        like = blocks.outputs[blocks.kinds[name]].tensors
+        outputs = [torch.empty_like(one) for one in like]
+        is_trained = [one.requires_grad for one in like]
+        ctx.mark_non_differentiable(*itertools.compress(outputs, map(operator.not_, is_trained)))
+        boundary = (*tensors[:inputs], *itertools.compress(outputs, is_trained))
+        run = blocks.plain.get(blocks.kinds[name])
+        ctx.save_for_backward(*itertools.compress(boundary, run.retained if run else ()))
         ctx.blocks, ctx.name = blocks, name
         ctx.like = [
-            (x.size(), x.stride(), x.dtype, g)
-            for x, g in zip(tensors, ctx.needs_input_grad[3:], strict=True)
+            (one.size(), one.stride(), one.dtype) if needed else None
+            for one, needed in zip(tensors, ctx.needs_input_grad[3:], strict=True)
         ]
         return tuple(outputs)
 
@@ -321,8 +286,7 @@ class _StandIn(torch.autograd.Function):
         with ctx.blocks.slot(ctx.name, "backward"):
             torch.empty(1)
         made = [
-            torch.empty_strided(size, stride, dtype=dtype) if needed else None
-            for size, stride, dtype, needed in ctx.like
+            None if one is None else torch.empty_strided(*one[:2], dtype=one[2]) for one in ctx.like
         ]
         ctx.saved = None
         return None, None, None, *made

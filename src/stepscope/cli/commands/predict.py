@@ -19,6 +19,7 @@ from stepscope.model.config import precision
 from stepscope.studies.training.shape import ShapeFlags, model_shape, size_name
 
 if TYPE_CHECKING:
+    from stepscope.planning.frontier import MemoryPlan
     from stepscope.planning.predict import MemoryPrediction
     from stepscope.studies.own.prediction import ModelPlan
 
@@ -226,8 +227,10 @@ def _predict_plans(options: PredictOptions, steps: list[ModelPlan], budget: int 
 def _facts_of_model(
     plan: ModelPlan,
     prediction: MemoryPrediction,
-    fitting: Sequence[tuple[ModelPlan, MemoryPrediction]],
+    fitting: Sequence[tuple[ModelPlan, MemoryPlan]],
 ) -> dict[str, object]:
+    from stepscope.studies.views.prediction import plan_words
+
     return {
         **plan._asdict(),
         "peak_bytes": prediction.peak.allocated,
@@ -235,7 +238,8 @@ def _facts_of_model(
         "phases": prediction.phases,
         "assumed": prediction.assumed,
         "fitting": [
-            {**other._asdict(), "peak_bytes": one.peak.allocated} for other, one in fitting
+            {**other._asdict(), "peak_bytes": one.peak, "blocks": plan_words(one)}
+            for other, one in fitting
         ],
     }
 

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from stepscope.planning.predict import MemoryPrediction, StepOptions
 
 
-class NoBlocks(UsageError):  # noqa: N818
-    """There is nothing to checkpoint."""
-
-
 class ModelPlan(NamedTuple):
     """The settings of a predicted step."""
 
@@ -70,7 +66,7 @@ def _fake_step(plan: ModelPlan) -> Iterator[_FakeStep]:
         built = build(plan.model)
         model = built.model.to(getattr(torch, known.weights)).train()
         if plan.checkpoint and not checkpoint_blocks(model):
-            raise NoBlocks(
+            raise UsageError(
                 f"the model of {plan.model} has no ModuleList of blocks to checkpoint",
                 "leave --checkpoint out",
             )
@@ -116,17 +112,18 @@ class Frontier(NamedTuple):
     sharding: str
 
 
-def plans_that_fit(plan: ModelPlan, budget: int) -> Iterator[tuple[ModelPlan, MemoryPrediction]]:
-    """The largest batch that fits, as the model is and with checkpointed blocks."""
-    for checkpoint in (False, True):
-        batch = plan.batch
-        while batch:
-            candidate = plan._replace(batch=batch, checkpoint=checkpoint)
-            try:
-                prediction = predict_model(candidate)
-            except NoBlocks:
-                return
-            if prediction.peak.allocated * MARGIN <= budget:
-                yield candidate, prediction
-                break
-            batch //= 2
+def plans_that_fit(plan: ModelPlan, budget: int) -> Iterator[tuple[ModelPlan, MemoryPlan]]:
+    """The largest batch that fits, halved from that of the plan: with the fastest plan of its
+    blocks, and as the model is."""
+    batch, is_first = plan.batch, True
+    while batch:
+        candidate = plan._replace(batch=batch)
+        plans = frontier_of(candidate, 1, "none").plans
+        fitting = next((one for one in plans if one.peak * MARGIN <= budget), None)
+        is_plain = fitting is plans[0]
+        if fitting is not None and (is_first or is_plain):
+            yield candidate, fitting
+            is_first = False
+        if is_plain:
+            return
+        batch //= 2

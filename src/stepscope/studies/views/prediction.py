@@ -168,7 +168,7 @@ def model_findings(
     name: str,
     prediction: MemoryPrediction,
     budget: int | None,
-    fitting: Sequence[tuple[object, MemoryPrediction]],
+    fitting: Sequence[tuple[object, MemoryPlan]],
 ) -> list[Finding]:
     peak = prediction.peak
     saved = saved_bytes(peak.lines)
@@ -202,11 +202,13 @@ def _model_budget_finding(
     name: str,
     prediction: MemoryPrediction,
     budget: int,
-    fitting: Sequence[tuple[object, MemoryPrediction]],
+    fitting: Sequence[tuple[object, MemoryPlan]],
 ) -> Finding:
     peak = prediction.peak.allocated
     does = peak * MARGIN <= budget
-    listed = "; ".join(f"{plan} ({bytes_(other.peak.allocated)})" for plan, other in fitting)
+    listed = "; ".join(
+        f"{step} ({bytes_(plan.peak)}: {plan_words(plan)})" for step, plan in fitting
+    )
     kept = sum(prediction.peak.lines.get(line, 0) for line in (PARAMETERS, OPTIMIZER))
     others = f" It fits with: {listed}." if listed else ""
     needs = (
