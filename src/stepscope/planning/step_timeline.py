@@ -227,7 +227,7 @@ class Recorded(NamedTuple):
 class _Input(NamedTuple):
     """An output of a block that is one of its inputs."""
 
-    index: int
+    position: int
 
 
 class _Outputs(NamedTuple):
@@ -250,7 +250,7 @@ class _Outputs(NamedTuple):
         """Return the output with these tensors."""
         new = iter(made)
         leaves = [next(new) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        leaves = [inputs[leaf.index] if isinstance(leaf, _Input) else leaf for leaf in leaves]
+        leaves = [inputs[leaf.position] if isinstance(leaf, _Input) else leaf for leaf in leaves]
         return tree_unflatten(leaves, self.tree)
 
 
