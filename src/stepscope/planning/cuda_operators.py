@@ -6,6 +6,7 @@ everywhere, and gets the operators, dtypes and defaults of CUDA here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, Self
 from unittest.mock import patch
@@ -54,11 +55,10 @@ def _is_fused(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     return query.dtype in (torch.bfloat16, torch.float16)
 
 
-@torch.library.custom_op("stepscope::predicted_attention", mutates_args=())
-def _predicted_attention(
+def _attention_outputs(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, dropout: float
 ) -> tuple[Tensor, Tensor]:
-    """One operator for every kernel of fused attention: its outputs, without values."""
+    """Outputs of every kernel of fused attention, without values."""
     del key, is_causal, dropout
     shape = (*query.shape[:-1], value.shape[-1])
     if query.dim() == _DIMENSIONS and (query.dtype is torch.float32 or mask is not None):
@@ -71,16 +71,21 @@ def _predicted_attention(
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("stepscope::predicted_attention_backward", mutates_args=())
-def _predicted_attention_backward(
+def _attention_gradients(
     query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     del gradient, is_causal
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-for _operator in (_predicted_attention, _predicted_attention_backward):
-    _operator.register_fake(_operator._init_fn)
+def _operator(name: str, run: Callable[..., Any]) -> Any:
+    made = torch.library.custom_op(f"stepscope::{name}", run, mutates_args=())
+    made.register_fake(run)
+    return made
+
+
+_predicted_attention = _operator("predicted_attention", _attention_outputs)
+_predicted_attention_backward = _operator("predicted_attention_backward", _attention_gradients)
 
 
 class _FusedAttention(torch.autograd.Function):
