@@ -168,17 +168,30 @@ def test_every_option_of_a_block_gives_equal_gradients(monkeypatch: pytest.Monke
     torch.manual_seed(0)
     model = build()
     assert isinstance(model, Tied)
-    expected = step(model, batch, loss)
     kept = frozenset({("native_layer_norm", 0), ("addmm", 0), ("addmm", 1)})
     plans = [
         BlockPlan(True), BlockPlan(True, kept), BlockPlan(True, kept, True, (0,)),
         BlockPlan(True, frozenset(), True, (0,)),
     ]  # fmt: skip
+
+    def twice(model: nn.Module, batch: Any) -> Tensor:
+        """Two forward passes before the backward pass, under autocast."""
+        with torch.autocast("cpu", torch.bfloat16):
+            out: Tensor = model(batch) + 2 * model(batch.flip(0))
+        return out
+
+    def backward_again(model: nn.Module, batch: Any) -> Tensor:
+        out: Tensor = model(batch)
+        out.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        return out
+
+    losses = (loss, twice, backward_again)
+    expected = [step(model, batch, one) for one in losses]
     copies = HostCopies()
     for block, plan in zip(model.blocks.children(), plans, strict=True):
         apply_to(block, plan, copies, None)
-    for _ in range(2):
-        for got, wanted in zip(step(model, batch, loss), expected, strict=True):
+    for one, those in zip(losses, expected, strict=True):
+        for got, wanted in zip(step(model, batch, one), those, strict=True):
             assert torch.equal(got, wanted)
 
 
