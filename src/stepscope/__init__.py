@@ -13,9 +13,19 @@ if TYPE_CHECKING:
     from stepscope.acceleration.train_step import TrainStep
     from stepscope.advisor.observer.observer import Observer
     from stepscope.advisor.scope.library import Scope
+    from stepscope.planning.fit import fit
     from stepscope.planning.predict import predict
 
-__all__ = ["Observer", "Scope", "TrainStep", "__version__", "accelerate", "capture", "predict"]
+__all__ = [
+    "Observer",
+    "Scope",
+    "TrainStep",
+    "__version__",
+    "accelerate",
+    "capture",
+    "fit",
+    "predict",
+]
 
 _MODULES = {
     "Observer": "stepscope.advisor.observer.observer",
@@ -23,6 +33,7 @@ _MODULES = {
     "TrainStep": "stepscope.acceleration.train_step",
     "accelerate": "stepscope.acceleration.accelerate",
     "capture": "stepscope.acceleration.capture",
+    "fit": "stepscope.planning.fit",
     "predict": "stepscope.planning.predict",
 }
 """Modules of the names that need torch, which nothing else in this module does."""

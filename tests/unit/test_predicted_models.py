@@ -343,7 +343,7 @@ def test_a_budget_names_what_fits(run: Run) -> None:
     assert answer["fitting"]
     for plan in answer["fitting"]:
         assert plan["peak_bytes"] <= 0.8 * whole["peak_bytes"]
-        assert plan["batch"] < 64 or plan["checkpoint"]
+        assert plan["batch"] < 64 or "recompute" in plan["blocks"]
 
 
 def test_the_answer_is_in_words_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,8 +358,8 @@ def test_the_answer_is_in_words_too(folder: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(
     "words",
-    [("--size", "xl"), ("--ranks", "2"), ("--optimizer", "stepscope"), ("--checkpoint", "4"),
-     ("--dtype", "fp8")],
+    [("--size", "xl"), ("--sharding", "optimizer"), ("--sharding", "full"),
+     ("--optimizer", "stepscope"), ("--checkpoint", "4"), ("--dtype", "fp8")],
 )  # fmt: skip
 def test_flags_of_built_in_models_are_refused(folder: Path, words: tuple[str, ...]) -> None:
     from stepscope.cli.commands.predict import main
@@ -367,6 +367,34 @@ def test_flags_of_built_in_models_are_refused(folder: Path, words: tuple[str, ..
     del folder
     with pytest.raises(UsageError):
         main(["--model", "predicted_by_name:build", *words])
+
+
+def test_plans_on_ranks_are_a_table_and_a_figure(
+    run: Run, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from stepscope.cli.commands.predict import main
+
+    words = ("--batch", "64", "--ranks", "8", "--sharding", "full", "--frontier", "plans.svg")
+    (answer,) = run(*words)
+    peaks = [plan["peak_bytes"] for plan in answer["plans"]]
+    assert len(peaks) > 2
+    assert peaks == sorted(peaks, reverse=True)
+    assert "recompute" in answer["plans"][-1]["blocks"]
+    figure = (folder / "plans.svg").read_text()
+    assert figure.startswith("<svg")
+    assert "predicted peak, GiB" in figure
+    budget = str(1.1 * peaks[-1] / 2**30)
+    assert main(["--model", "predicted_by_name:build", *words, "--budget", budget]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "on each of 8 ranks" in said
+    assert "The fastest plan that fits into" in said
+
+
+def test_plans_belong_to_a_model_of_your_own() -> None:
+    from stepscope.cli.commands.predict import main
+
+    with pytest.raises(UsageError, match="--frontier"):
+        main(["--size", "small", "--frontier", "plans.svg"])
 
 
 def test_gradients_are_a_kind_of_their_own() -> None:

@@ -6,6 +6,7 @@ everywhere, and gets the operators, dtypes and defaults of CUDA here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, Self
 from unittest.mock import patch
@@ -35,7 +36,9 @@ def _attention(
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (x.to(dtype) for x in (query, key, value))
     if _is_fused(query, key, attn_mask):
-        fused: Tensor = _FusedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+        fused: Tensor = _FusedAttention.apply(  # type: ignore[no-untyped-call]
+            query, key, value, attn_mask, is_causal, dropout_p
+        )
         return fused
     naive: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -52,28 +55,57 @@ def _is_fused(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     return query.dtype in (torch.bfloat16, torch.float16)
 
 
+def _attention_outputs(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, dropout: float
+) -> tuple[Tensor, Tensor]:
+    """Outputs of every kernel of fused attention, without values."""
+    del key, is_causal, dropout
+    shape = (*query.shape[:-1], value.shape[-1])
+    if query.dim() == _DIMENSIONS and (query.dtype is torch.float32 or mask is not None):
+        # The memory-efficient kernel writes (batch, seq, heads, d_head).
+        out = query.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
+    elif query.shape == shape:
+        out = torch.empty_like(query)
+    else:
+        out = query.new_empty(shape)
+    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def _attention_gradients(
+    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    del gradient, is_causal
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _operator(name: str, run: Callable[..., Any]) -> Any:
+    made = torch.library.custom_op(f"stepscope::{name}", run, mutates_args=())
+    made.register_fake(run)
+    return made
+
+
+_predicted_attention = _operator("predicted_attention", _attention_outputs)
+_predicted_attention_backward = _operator("predicted_attention_backward", _attention_gradients)
+
+
 class _FusedAttention(torch.autograd.Function):
     """Allocates and saves what fused attention does. Dropout saves only a seed."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
-        shape = (*query.shape[:-1], value.shape[-1])
-        if query.dim() == _DIMENSIONS and (query.dtype is torch.float32 or mask is not None):
-            # The memory-efficient kernel writes (batch, seq, heads, d_head).
-            out = query.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
-        elif query.shape == shape:
-            out = torch.empty_like(query)
-        else:
-            out = query.new_empty(shape)
-        log_sum_exp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool, dropout: float
+    ) -> Tensor:
+        out: Tensor
+        out, log_sum_exp = _predicted_attention(query, key, value, mask, causal, dropout)
         ctx.save_for_backward(query, key, value, out, log_sum_exp)
+        ctx.causal = causal
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        del gradient
         query, key, value, *_ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+        gradients: Any = _predicted_attention_backward(query, key, value, gradient, ctx.causal)
+        return *gradients, None, None, None
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,14 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 WORKSPACE = 64 << 20
 """Bytes that cuBLAS requests from the allocator on a Hopper GPU: once in the thread of the forward
 pass, and once in that of the backward pass."""
-_STEPS = 2
-"""The first step creates the state of the optimizer."""
+
+
+class StepOptions(NamedTuple):
+    """Arguments of `TrainStep` that a step on fake tensors depends on."""
+
+    loss_fn: LossFunction | None = None
+    dtype: torch.dtype | None = None
+    max_grad_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -92,15 +98,8 @@ def predict(
     fakes = Fakes(line_of_code)
     with fakes.active():
         fake_model, fake_optimizer = fakes.copy(model, optimizer)
-        return predict_fake(
-            fakes,
-            fake_model,
-            fake_optimizer,
-            fakes.batch(batch),
-            loss_fn=loss_fn,
-            dtype=dtype,
-            max_grad_norm=max_grad_norm,
-        )
+        options = StepOptions(loss_fn, dtype, max_grad_norm)
+        return predict_fake(fakes, fake_model, fake_optimizer, fakes.batch(batch), options)
 
 
 def predict_fake(
@@ -108,37 +107,51 @@ def predict_fake(
     model: nn.Module,
     optimizer: Optimizer,
     batch: Any,
+    options: StepOptions,
     *,
-    loss_fn: LossFunction | None = None,
-    dtype: torch.dtype | None = None,
-    max_grad_norm: float | None = None,
+    steps: int = 2,
 ) -> MemoryPrediction:
-    """Predict the memory of a step of fake tensors, within `fakes.active()`."""
+    """Predict the memory of a step of fake tensors, within `fakes.active()`. The first of two steps
+    creates the state of the optimizer."""
     use_cuda_defaults(optimizer)
     allocator = SimulatedAllocator()
     ledger = PredictedLedger(allocator)
     ledger.count((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), INPUTS)
-    for _ in range(_STEPS):
+    for _ in range(steps):
         ledger.forget_peaks()
         with CudaDtypes(), CudaOperators(), ledger.watching(model, optimizer), InPlaceSums():
-            ledger.begin("forward")
-            with torch.autocast("cpu", dtype) if dtype is not None else nullcontext():
-                loss = loss_of(model, batch) if loss_fn is None else loss_fn(model, batch)
-            ledger.begin("backward")
-            _backward(loss)
-            del loss
-            ledger.begin("optimizer")
-            if max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm, foreach=True)
-            optimizer.step()
-            optimizer.zero_grad()
+            run_step(model, optimizer, batch, options, ledger.begin)
             ledger.end()
     return MemoryPrediction(
         tuple(ledger.peaks), allocator.reserved + WORKSPACE, tuple(fakes.values.assumed)
     )
 
 
-def _backward(loss: Tensor) -> None:
+def run_step(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    batch: Any,
+    options: StepOptions,
+    begin: Callable[[str], None],
+) -> None:
+    """Run a step of fake tensors, or a part without update; `begin` is called at the start of each
+    phase."""
+    dtype, loss_fn = options.dtype, options.loss_fn
+    begin("forward")
+    with torch.autocast("cpu", dtype) if dtype is not None else nullcontext():
+        loss = loss_of(model, batch) if loss_fn is None else loss_fn(model, batch)
+    begin("backward")
+    run_backward(loss)
+    del loss
+    begin("optimizer")
+    if options.max_grad_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm, foreach=True)
+    if optimizer is not None:
+        optimizer.step()
+    (model if optimizer is None else optimizer).zero_grad()
+
+
+def run_backward(loss: Tensor) -> None:
     """`loss.backward()` with the modes of torch functions, which apply to what a checkpointed
     segment computes again."""
     torch.autograd.graph._engine_run_backward(

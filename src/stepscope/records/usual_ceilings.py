@@ -28,6 +28,12 @@ def below_usual(device: str, power_limit_w: float | None, name: str, value: floa
     return f"{name} {100 * (1 - value / usual):.0f} % below usual"
 
 
+def usual_rates(device: str) -> dict[str, float]:
+    """Return the usual ceilings of a device, at its highest known power limit."""
+    by_power = _table().get(device, {})
+    return by_power[max(by_power, key=float)] if by_power else {}
+
+
 def power_key(power_limit_w: float | None) -> str:
     return "" if power_limit_w is None else f"{power_limit_w:.0f}"
 

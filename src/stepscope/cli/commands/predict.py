@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -18,10 +19,14 @@ from stepscope.model.config import precision
 from stepscope.studies.training.shape import ShapeFlags, model_shape, size_name
 
 if TYPE_CHECKING:
+    from stepscope.planning.frontier import MemoryPlan
     from stepscope.planning.predict import MemoryPrediction
     from stepscope.studies.own.prediction import ModelPlan
 
-_OF_MODELS = {"model", "batch", "dtype", "optimizer", "checkpoint", "budget", "json"}
+_OF_MODELS = {
+    "model", "batch", "dtype", "optimizer", "checkpoint", "budget", "json", "ranks", "sharding",
+    "frontier",
+}  # fmt: skip
 """Options that apply to a model of a user."""
 _OPTIMIZERS = {"torch": "adamw", "torch-fused": "adamw-fused"}
 """Optimizers of a user's model, by their names in this command."""
@@ -31,7 +36,8 @@ class PredictOptions(ShapeFlags, frozen=True, kw_only=True):
     model: str = ""
     """A model of your own: package.module:function, as in `stepscope run own`. It is built and run
     on fake tensors, in eager mode; --batch, --dtype, --optimizer (torch, torch-fused), --checkpoint
-    (no, blocks), --budget and --json apply."""
+    (no, blocks), --budget, --frontier, --ranks, --sharding (none: DDP, full: FSDP2) and --json
+    apply."""
     context: tuple[int, ...] = (512,)
     """Sequence lengths in tokens."""
     batch: int = 4
@@ -78,6 +84,9 @@ class PredictOptions(ShapeFlags, frozen=True, kw_only=True):
     """Softmax and SiLU as separate elementwise operators, as in the CS336 reference model."""
     budget: float | None = None
     """Memory budget in GiB; if the step exceeds it, list the smallest changes that make it fit."""
+    frontier: str = ""
+    """With --model: write a figure of time against memory of all plans (save, recompute, copy to
+    host memory) to this SVG file, and print them."""
     json: bool = False
     """Print one line of JSON: the memory of every phase by kind of tensor, in bytes."""
 
@@ -86,6 +95,8 @@ class PredictOptions(ShapeFlags, frozen=True, kw_only=True):
             raise UsageError(f"--budget is {self.budget}", "give GiB, such as 80")
         if self.model:
             _check_applies(self)
+        elif self.frontier:
+            raise UsageError("--frontier applies to a model of your own", "give --model")
         if self.sharding != "none" and self.ranks == 1:
             raise UsageError(
                 f"--sharding {self.sharding} with one rank", "give the number of ranks with --ranks"
@@ -103,6 +114,8 @@ def main(words: list[str]) -> int:
         "make the step fit. With --model, the step is that of your own model.",
         (
             "stepscope predict --model my_model:build --batch 8 --dtype bfloat16 --budget 80",
+            "stepscope predict --model my_model:build --ranks 64 --sharding full --budget 80"
+            " --frontier plans.svg",
             "stepscope predict --size 2.7b --context 2048",
             "stepscope predict --size 2.7b --context 128 256 512 --dtype float32 bfloat16",
             "stepscope predict --size xl --table 2026 --context 2048 --budget 80",
@@ -143,6 +156,8 @@ def _check_applies(options: PredictOptions) -> None:
         )
     if options.checkpoint not in (NONE, "blocks"):
         raise UsageError(f"--checkpoint {options.checkpoint} with --model", "one of: no, blocks")
+    if options.sharding == "optimizer":
+        raise UsageError("--sharding optimizer with --model", "one of: none, full")
 
 
 def _predict_models(options: PredictOptions) -> int:
@@ -159,6 +174,8 @@ def _predict_models(options: PredictOptions) -> int:
         for dtype in options.dtype
     ]
     budget = None if options.budget is None else int(options.budget * 2**30)
+    if options.frontier or options.ranks > 1:
+        return _predict_plans(options, plans, budget)
     answers = []
     for plan in plans:
         prediction = predict_model(plan)
@@ -177,11 +194,43 @@ def _predict_models(options: PredictOptions) -> int:
     return 0
 
 
+def _predict_plans(options: PredictOptions, steps: list[ModelPlan], budget: int | None) -> int:
+    """Print the frontier of each step, of the last one as a figure too."""
+    from stepscope.files import replace_file
+    from stepscope.report.plots import svg
+    from stepscope.report.terminal import print_findings, print_table
+    from stepscope.studies.own.prediction import frontier_of
+    from stepscope.studies.views import prediction as view
+
+    assert options.sharding != "optimizer"
+    facts = []
+    for step in steps:
+        found = frontier_of(step, options.ranks, options.sharding)
+        plans = [
+            {"peak_bytes": one.peak, "seconds": one.seconds, "host_bytes": one.to_host,
+             "blocks": view.plan_words(one)}
+            for one in found.plans
+        ]  # fmt: skip
+        facts.append({**step._asdict(), **found._asdict(), "plans": plans})
+        if options.frontier:
+            figure = svg(view.frontier_figure(found, budget))
+            replace_file(Path(options.frontier), [figure.encode()])
+        if not options.json:
+            print_findings(view.frontier_findings(str(step), found, budget))
+            print()
+            print_table(view.frontier_table(found))
+    if options.json:
+        print(json_line({"predictions": facts}))
+    return 0
+
+
 def _facts_of_model(
     plan: ModelPlan,
     prediction: MemoryPrediction,
-    fitting: Sequence[tuple[ModelPlan, MemoryPrediction]],
+    fitting: Sequence[tuple[ModelPlan, MemoryPlan]],
 ) -> dict[str, object]:
+    from stepscope.studies.views.prediction import plan_words
+
     return {
         **plan._asdict(),
         "peak_bytes": prediction.peak.allocated,
@@ -189,7 +238,8 @@ def _facts_of_model(
         "phases": prediction.phases,
         "assumed": prediction.assumed,
         "fitting": [
-            {**other._asdict(), "peak_bytes": one.peak.allocated} for other, one in fitting
+            {**other._asdict(), "peak_bytes": one.peak, "blocks": plan_words(one)}
+            for other, one in fitting
         ],
     }
 

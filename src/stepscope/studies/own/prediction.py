@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from stepscope.analysis.predict.fit import MARGIN
 from stepscope.errors import UsageError
@@ -11,11 +12,11 @@ from stepscope.model.config import precision
 from stepscope.studies.own.building import build, call, loss_of
 
 if TYPE_CHECKING:
-    from stepscope.planning.predict import MemoryPrediction
+    import torch
 
-
-class NoBlocks(UsageError):  # noqa: N818
-    """There is nothing to checkpoint."""
+    from stepscope.planning.fake_step import Fakes
+    from stepscope.planning.frontier import MemoryPlan
+    from stepscope.planning.predict import MemoryPrediction, StepOptions
 
 
 class ModelPlan(NamedTuple):
@@ -34,14 +35,24 @@ class ModelPlan(NamedTuple):
         return f"{self.model} at batch {self.batch}, in {self.dtype}{how}"
 
 
-def predict_model(plan: ModelPlan) -> MemoryPrediction:
-    """Build the model with fake tensors and predict the memory of its step."""
+class _FakeStep(NamedTuple):
+    """A step of fake tensors."""
+
+    fakes: Fakes
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Any
+    options: StepOptions
+
+
+@contextmanager
+def _fake_step(plan: ModelPlan) -> Iterator[_FakeStep]:
     import torch
 
     from stepscope.acceleration.changes import checkpoint_blocks
     from stepscope.measure.ledger import line_of_code
     from stepscope.planning.fake_step import Fakes
-    from stepscope.planning.predict import predict_fake
+    from stepscope.planning.predict import StepOptions
     from stepscope.studies.training.parts import make_optimizer
 
     known = precision(plan.dtype)
@@ -55,31 +66,64 @@ def predict_model(plan: ModelPlan) -> MemoryPrediction:
         built = build(plan.model)
         model = built.model.to(getattr(torch, known.weights)).train()
         if plan.checkpoint and not checkpoint_blocks(model):
-            raise NoBlocks(
+            raise UsageError(
                 f"the model of {plan.model} has no ModuleList of blocks to checkpoint",
                 "leave --checkpoint out",
             )
-        return predict_fake(
+        yield _FakeStep(
             fakes,
             model,
             make_optimizer(plan.optimizer, model),
             built.make_batch(plan.batch, torch.device("cpu")),
-            loss_fn=lambda model, batch: loss_of(call(model, batch), batch, built.loss, plan.model),
-            dtype=getattr(torch, known.compute) if known.autocast else None,
+            StepOptions(
+                lambda model, batch: loss_of(call(model, batch), batch, built.loss, plan.model),
+                getattr(torch, known.compute) if known.autocast else None,
+            ),
         )
 
 
-def plans_that_fit(plan: ModelPlan, budget: int) -> Iterator[tuple[ModelPlan, MemoryPrediction]]:
-    """The largest batch that fits, as the model is and with checkpointed blocks."""
-    for checkpoint in (False, True):
-        batch = plan.batch
-        while batch:
-            candidate = plan._replace(batch=batch, checkpoint=checkpoint)
-            try:
-                prediction = predict_model(candidate)
-            except NoBlocks:
-                return
-            if prediction.peak.allocated * MARGIN <= budget:
-                yield candidate, prediction
-                break
-            batch //= 2
+def predict_model(plan: ModelPlan) -> MemoryPrediction:
+    """Build the model with fake tensors and predict the memory of its step."""
+    from stepscope.planning.predict import predict_fake
+
+    with _fake_step(plan) as step:
+        return predict_fake(*step)
+
+
+def frontier_of(plan: ModelPlan, ranks: int, sharding: Literal["none", "full"]) -> Frontier:
+    """Build the model with fake tensors and predict all plans of its step."""
+    from stepscope.planning.fit import plans_of
+    from stepscope.planning.operators import known_rates
+    from stepscope.planning.ranks import Ranks
+
+    with _fake_step(plan) as step:
+        rates, among = known_rates(), Ranks(ranks, sharding)
+        among.require_valid()
+        return Frontier(plans_of(*step[1:], rates, among), rates.device, ranks, sharding)
+
+
+class Frontier(NamedTuple):
+    """The plans of a step on one rank of several, the fastest first."""
+
+    plans: list[MemoryPlan]
+    device: str
+    """The device at whose rates times are predicted."""
+    ranks: int
+    sharding: str
+
+
+def plans_that_fit(plan: ModelPlan, budget: int) -> Iterator[tuple[ModelPlan, MemoryPlan]]:
+    """The largest batch that fits, halved from that of the plan: with the fastest plan of its
+    blocks, and as the model is."""
+    batch, is_first = plan.batch, True
+    while batch:
+        candidate = plan._replace(batch=batch)
+        plans = frontier_of(candidate, 1, "none").plans
+        fitting = next((one for one in plans if one.peak * MARGIN <= budget), None)
+        is_plain = fitting is plans[0]
+        if fitting is not None and (is_first or is_plain):
+            yield candidate, fitting
+            is_first = False
+        if is_plain:
+            return
+        batch //= 2

@@ -11,13 +11,15 @@ from stepscope.analysis.predict.fit import MARGIN, changes_that_fit, fits
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction
 from stepscope.records.memory import OPTIMIZER, PARAMETERS, SAVED, saved_bytes
-from stepscope.report.blocks import Cell, Finding, Table, Value
-from stepscope.report.format import bytes_, percent
+from stepscope.report.blocks import Cell, Curve, Figure, Finding, Table, Value
+from stepscope.report.format import bytes_, duration, percent
 from stepscope.report.tables import col, cols, table
 from stepscope.studies.training.settings import unusual_settings
 
 if TYPE_CHECKING:
+    from stepscope.planning.frontier import MemoryPlan
     from stepscope.planning.predict import MemoryPrediction
+    from stepscope.studies.own.prediction import Frontier
 
 _CONTEXT = "; CUDA's context and libraries, 0.5 to 1.5 GiB, come on top in `nvidia-smi`"
 _BLOCKS = "Blocks of the allocator, which are up to 1 MiB larger than the request."
@@ -166,7 +168,7 @@ def model_findings(
     name: str,
     prediction: MemoryPrediction,
     budget: int | None,
-    fitting: Sequence[tuple[object, MemoryPrediction]],
+    fitting: Sequence[tuple[object, MemoryPlan]],
 ) -> list[Finding]:
     peak = prediction.peak
     saved = saved_bytes(peak.lines)
@@ -200,11 +202,13 @@ def _model_budget_finding(
     name: str,
     prediction: MemoryPrediction,
     budget: int,
-    fitting: Sequence[tuple[object, MemoryPrediction]],
+    fitting: Sequence[tuple[object, MemoryPlan]],
 ) -> Finding:
     peak = prediction.peak.allocated
     does = peak * MARGIN <= budget
-    listed = "; ".join(f"{plan} ({bytes_(other.peak.allocated)})" for plan, other in fitting)
+    listed = "; ".join(
+        f"{step} ({bytes_(plan.peak)}: {plan_words(plan)})" for step, plan in fitting
+    )
     kept = sum(prediction.peak.lines.get(line, 0) for line in (PARAMETERS, OPTIMIZER))
     others = f" It fits with: {listed}." if listed else ""
     needs = (
@@ -221,6 +225,91 @@ def _model_budget_finding(
         f" of {percent(MARGIN - 1)}.{others}{needs}",
         tone="good" if does else "warn",
         timed=False,
+    )
+
+
+def frontier_findings(name: str, found: Frontier, budget: int | None) -> list[Finding]:
+    """The step as it is, and the fastest plan that fits the budget."""
+    first, last = found.plans[0], found.plans[-1]
+    where = f" on each of {found.ranks} ranks" if found.ranks > 1 else ""
+    without = ", without communication" if found.ranks > 1 else ""
+    findings = [
+        Finding(
+            code="prediction.plans",
+            values={"model": name, "peak": first.peak, "smallest": last.peak, "ranks": found.ranks},
+            text=f"{name}: the predicted peak{where} is {bytes_(first.peak)} and the step takes"
+            f" {duration(1e3 * first.seconds)} at the rates of {found.device}{without}; the"
+            f" smallest plan has {bytes_(last.peak)} and takes"
+            f" {percent(last.seconds / first.seconds - 1)} more time.",
+            timed=False,
+        )
+    ]
+    if budget is None:
+        return findings
+    fitting = next((plan for plan in found.plans if plan.peak * MARGIN <= budget), None)
+    findings.append(
+        Finding(
+            code="prediction.plan-fits" if fitting else "prediction.no-plan-fits",
+            values={"budget": budget, "peak": fitting.peak if fitting else last.peak},
+            text=f"The fastest plan that fits into {bytes_(budget)} has {bytes_(fitting.peak)} and"
+            f" takes {percent(fitting.seconds / first.seconds - 1)} more time:"
+            f" {plan_words(fitting)}."
+            if fitting
+            else f"No plan fits into {bytes_(budget)}, with a margin of {percent(MARGIN - 1)}.",
+            tone="good" if fitting else "warn",
+            timed=False,
+        )
+    )
+    return findings
+
+
+def plan_words(plan: MemoryPlan) -> str:
+    return "; ".join(f"{count} × {cost.plan}" for count, cost in plan.groups)
+
+
+def frontier_table(found: Frontier, most: int = 12) -> Table:
+    """Plans from the fastest to the smallest, at most so many."""
+    plans, first = found.plans, found.plans[0]
+    rows = [plans[round(i * (len(plans) - 1) / (most - 1))] for i in range(most)]
+    columns = [
+        col("peak", lambda plan: plan.peak, "bytes"),
+        col("step", lambda plan: 1e3 * plan.seconds, unit="ms"),
+        col("more time", lambda plan: plan.seconds / first.seconds - 1, "percent"),
+        col("recomputation", lambda plan: 1e3 * plan.again_s, unit="ms"),
+        col("in host memory", lambda plan: plan.to_host, "bytes"),
+        col("blocks", plan_words),
+    ]
+    return table(
+        "predicted-plans",
+        "Time against memory",
+        list(dict.fromkeys(rows)) if len(plans) > most else plans,
+        columns,
+        caption=f"Times from FLOPs, bytes and the rates of {found.device}. `stepscope.fit` applies"
+        " the fastest plan within a budget.",
+    )
+
+
+def frontier_figure(found: Frontier, budget: int | None) -> Figure:
+    """Time against memory: the plans, the step as it is, and the fastest plan within a budget."""
+    gib = 2**30
+
+    def curve(label: str, plans: Sequence[MemoryPlan]) -> Curve:
+        return Curve(
+            label=label,
+            x=tuple(plan.peak / gib for plan in plans),
+            y=tuple(1e3 * plan.seconds for plan in plans),
+        )
+
+    curves = [curve("plans", found.plans), curve("as it is", found.plans[:1])]
+    if budget is not None:
+        fitting = [plan for plan in found.plans if plan.peak * MARGIN <= budget]
+        curves += [curve("within the budget", fitting[:1])] if fitting else []
+    return Figure(
+        name="predicted-frontier",
+        title="Time against memory",
+        curves=tuple(curves),
+        x_label="predicted peak, GiB",
+        y_label="predicted step, ms",
     )
 
 

@@ -30,7 +30,8 @@ def _checkpoint(facts: Facts) -> Change | Left | None:
         gain_bytes=gain,
         why=f"the peak is {facts.peak_bytes / facts.memory_bytes:.0%} of the memory, and"
         f" {facts.saved_bytes / 2**30:.3g} GiB of it are saved for backward",
-        risk=f"time: a second forward pass of {forward:.3g} ms; it pays if the freed memory is"
+        risk=f"time: a second forward pass of {forward:.3g} ms, or a part of it with"
+        " `stepscope.fit`, which recomputes what a budget needs; it pays if the freed memory is"
         " used, for example for a larger batch",
         lines=(
             "from torch.utils.checkpoint import checkpoint",

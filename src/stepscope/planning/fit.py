@@ -1,0 +1,201 @@
+"""`stepscope.fit`: the fastest plan of a training step within a memory budget."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from stepscope.acceleration.forward_registry import Layer
+from stepscope.acceleration.train_step_arguments import require_valid
+from stepscope.analysis.predict.fit import MARGIN
+from stepscope.errors import UsageError
+from stepscope.measure.ledger import line_of_code
+from stepscope.planning.block_costs import run_block
+from stepscope.planning.blocks import repeated_blocks
+from stepscope.planning.cuda_operators import use_cuda_defaults
+from stepscope.planning.fake_step import Fakes
+from stepscope.planning.frontier import MemoryPlan, frontier, kinds_of
+from stepscope.planning.host_copies import HostCopies
+from stepscope.planning.operators import Rates, known_rates
+from stepscope.planning.predict import LossFunction, MemoryPrediction, StepOptions, predict_fake
+from stepscope.planning.ranks import ONE_RANK, Ranks, ShardedModel, bucket_bytes, in_dtype
+from stepscope.planning.selective import apply_to
+from stepscope.planning.step_timeline import Blocks
+
+_UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"\s*([0-9.]+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+_FITTED: WeakKeyDictionary[nn.Module, Fitted] = WeakKeyDictionary()
+"""Models that follow a plan."""
+
+
+class Fitted:
+    """A plan that is applied to a model; `undo()` takes it back."""
+
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        plans: list[MemoryPlan],
+        prediction: MemoryPrediction,
+        budget: int,
+        rates: Rates,
+        layers: list[Layer],
+    ) -> None:
+        self.plan, self.plans, self.prediction = plan, plans, prediction
+        self.budget, self.rates = budget, rates
+        self._layers = layers
+
+    @property
+    def peak(self) -> int:
+        """Predicted bytes at the peak, from a run of the full step with the plan."""
+        return self.prediction.peak.allocated
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of a step."""
+        return self.plan.seconds
+
+    def undo(self) -> None:
+        """Let the blocks save everything again."""
+        for layer in self._layers:
+            layer.remove()
+        self._layers = []
+
+    def __str__(self) -> str:
+        fastest, plan = self.plans[0], self.plan
+        lines = [
+            f"predicted peak: {_gib(self.peak)} of {_gib(self.budget)}"
+            f" ({_gib(fastest.peak)} without a plan)",
+            f"predicted step: {1e3 * plan.seconds:.1f} ms at the rates of {self.rates.device},"
+            f" {100 * (plan.seconds / fastest.seconds - 1):.1f} % more",
+        ]
+        for count, cost in plan.groups:
+            row = f"{count:4} blocks  {_gib(cost.saved + cost.to_host):>10}  {cost.plan}"
+            lines.append(f"{row}, {1e3 * cost.again_s:.2f} ms" if cost.again_s else row)
+        return "\n".join(lines)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def fit(
+    model: nn.Module,
+    optimizer: Optimizer,
+    sample: Any,
+    *,
+    budget: str | int,
+    loss_fn: LossFunction | None = None,
+    dtype: torch.dtype | None = None,
+    max_grad_norm: float | None = None,
+) -> Fitted:
+    """Make a training step fit into a budget of memory, at the least predicted time.
+
+        fitted = stepscope.fit(model, optimizer, batch, budget="60GiB", dtype=torch.bfloat16)
+        print(fitted)
+
+    Each repeated block saves its activations, recomputes some or all of them in the backward pass,
+    or copies what it saves to pinned host memory. Memory comes from runs on fake tensors, time from
+    FLOPs, bytes and the rates of the GPU. `sample`, `loss_fn`, `dtype` and `max_grad_norm` are
+    those of `TrainStep`. The model is changed in place, and an earlier plan is undone; gradients
+    stay the same.
+    """
+    require_valid({}, loss_fn, optimizer, max_grad_norm, dtype, None)
+    limit, options = bytes_of(budget), StepOptions(loss_fn, dtype, max_grad_norm)
+    rates = known_rates()
+    if model in _FITTED:
+        _FITTED.pop(model).undo()
+    fakes = Fakes(line_of_code)
+    with fakes.active():
+        fake_model, fake_optimizer = fakes.copy(model, optimizer)
+        batch = fakes.batch(sample)
+        plans = plans_of(fake_model, fake_optimizer, batch, options, rates)
+
+        def predicted(plan: MemoryPlan) -> MemoryPrediction:
+            layers = apply_plan(fake_model, plan)
+            try:
+                return predict_fake(fakes, fake_model, fake_optimizer, batch, options, steps=1)
+            finally:
+                for layer in layers:
+                    layer.remove()
+
+        plan, prediction = _fastest(plans, limit, predicted)
+    fitted = Fitted(plan, plans, prediction, limit, rates, apply_plan(model, plan))
+    _FITTED[model] = fitted
+    return fitted
+
+
+def plans_of(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    options: StepOptions,
+    rates: Rates,
+    ranks: Ranks = ONE_RANK,
+) -> list[MemoryPlan]:
+    """Return the frontier of a step of fake tensors, the fastest plan first. With several ranks it
+    is that of one of them, without the time of communication."""
+    use_cuda_defaults(optimizer)
+    blocks = Blocks(model, rates)
+    dtypes: dict[str, torch.dtype] = {}
+    if ranks.sharding == "full":
+        batch, options, dtypes = in_dtype(model, batch, options)
+    is_sharded = ranks.sharding == "full"
+    # The first step creates the state of the optimizer.
+    blocks.run(None if is_sharded else optimizer, batch, options)
+    for kind, example in blocks.examples.items():
+        blocks.plain[kind] = run_block(example, options.dtype, rates)
+    kinds = kinds_of(blocks, options)
+    if is_sharded:
+        blocks.sharded = ShardedModel(model, blocks.modules, optimizer, ranks, dtypes)
+        blocks.run(optimizer, batch, options)
+    recorded = blocks.record(optimizer, batch, options)
+    if ranks.number > 1 and ranks.sharding == "none":
+        recorded.timeline.always += bucket_bytes(model.parameters())
+    return frontier(blocks, kinds, recorded)
+
+
+def _fastest(
+    plans: list[MemoryPlan], limit: int, predicted: Callable[[MemoryPlan], MemoryPrediction]
+) -> tuple[MemoryPlan, MemoryPrediction]:
+    """Return the fastest plan that fits, by a run of the full step."""
+    for plan in plans:
+        if plan.peak * MARGIN <= limit:
+            prediction = predicted(plan)
+            if prediction.peak.allocated * MARGIN <= limit:
+                return plan, prediction
+    smallest = predicted(plans[-1]).peak.allocated * MARGIN
+    raise UsageError(
+        f"the budget of {_gib(limit)} is below {_gib(int(smallest))}, the smallest for this step",
+        "use a larger budget or a smaller batch",
+    )
+
+
+def apply_plan(model: nn.Module, plan: MemoryPlan) -> list[Layer]:
+    """Let the blocks of a model follow a plan, until the layers are removed."""
+    copies, owner = HostCopies(), object()
+    blocks = repeated_blocks(model)
+    layers = [
+        apply_to(blocks[name], cost.plan, copies, owner) for name, cost in plan.blocks.items()
+    ]
+    return [layer for layer in layers if layer is not None]
+
+
+def bytes_of(size: str | int) -> int:
+    """Return the bytes of "60GiB", "60 GB" or a number of bytes."""
+    found = _SIZE.fullmatch(str(size))
+    unit = _UNITS.get(found[2].upper()) if found else None
+    try:
+        count = int(float(found[1]) * unit) if found and unit else 0
+    except ValueError:
+        count = 0
+    if count <= 0:
+        raise UsageError(f"{size!r} is not a size of memory", 'use bytes, or such as "60GiB"')
+    return count

@@ -1,0 +1,292 @@
+"""The memory of a step in which every block is a stand-in, for any costs of the blocks.
+
+Equal blocks run once on fake tensors; a stand-in has their inputs, outputs and gradients. What a
+block allocates besides is a slot, whose size is known once a plan is chosen. So the peak of a plan
+is a sum over a recorded list, and takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from stepscope.acceleration.forward_registry import add_layer, forward_below
+from stepscope.measure.tensors import LiveStorage
+from stepscope.planning.block_costs import BlockCost, BlockRun, Example, SimulatedBytes
+from stepscope.planning.blocks import input_signature, repeated_blocks, structures
+from stepscope.planning.cuda_operators import CudaDtypes, CudaOperators, InPlaceSums
+from stepscope.planning.operators import OperatorLog, Rates
+from stepscope.planning.predict import WORKSPACE, StepOptions, run_step
+from stepscope.planning.ranks import ShardedModel
+
+
+class Slot(NamedTuple):
+    """Memory of a block: `saved`, `copies`, `forward` or `backward` of its costs."""
+
+    block: str
+    part: str
+
+
+class _Stretch(NamedTuple):
+    """Allocations between two slots: their highest sum, and their sum."""
+
+    most: int
+    net: int
+
+
+class StepTimeline:
+    """Allocations and frees of a step, in order."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Stretch | tuple[Slot, int]] = []
+        self._most = self._net = 0
+        self.always = WORKSPACE
+        """Bytes that are not recorded."""
+
+    def add(self, size: int) -> None:
+        self._net += size
+        self._most = max(self._most, self._net)
+
+    def add_slot(self, slot: Slot, sign: int) -> None:
+        self._entries += [_Stretch(self._most, self._net), (slot, sign)]
+        self._most = self._net = 0
+
+    def peak(self, costs: Mapping[str, BlockCost]) -> int:
+        """Return the largest number of bytes with these costs of the blocks."""
+        now = most = 0
+        for entry in (*self._entries, _Stretch(self._most, self._net)):
+            if isinstance(entry, _Stretch):
+                most = max(most, now + entry.most)
+                now += entry.net
+            else:
+                (block, part), sign = entry
+                now += sign * getattr(costs[block], part)
+                most = max(most, now)
+        return most + self.always
+
+
+class _Recorder(SimulatedBytes):  # type: ignore[no-untyped-call]
+    """Writes a timeline; storages that are made within a slot have its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeline = StepTimeline()
+        self._slot: Slot | None = None
+        self._slots: dict[LiveStorage, Slot] = {}
+
+    @contextmanager
+    def within(self, slot: Slot) -> Iterator[None]:
+        self._slot = slot
+        yield
+        self._slot = None
+
+    def made(self, size: int, operator: str) -> LiveStorage:
+        if self._slot is not None:
+            storage = LiveStorage(0, operator, "")
+            self._slots[storage] = self._slot
+            self.timeline.add_slot(self._slot, 1)
+            return storage
+        before = self.allocated
+        storage = super().made(size, operator)
+        self.timeline.add(self.allocated - before)
+        return storage
+
+    def freed(self, storage: LiveStorage) -> None:
+        slot = self._slots.pop(storage, None)
+        if slot is not None:
+            self.timeline.add_slot(slot, -1)
+            return
+        before = self.allocated
+        super().freed(storage)
+        self.timeline.add(self.allocated - before)
+
+
+class Blocks:
+    """The repeated blocks of a model in a run on fake tensors: one example of each kind is run, the
+    others have stand-ins."""
+
+    def __init__(self, model: nn.Module, rates: Rates) -> None:
+        self.model, self.rates = model, rates
+        self.modules = repeated_blocks(model)
+        self._structures = structures(self.modules)
+        self.examples: dict[Hashable, Example] = {}
+        self.outputs: dict[Hashable, _Outputs] = {}
+        self.plain: dict[Hashable, BlockRun] = {}
+        """Runs of the kinds as they are, once they are known."""
+        self.kinds: dict[str, Hashable] = {}
+        self.calls: dict[str, int] = {}
+        self._recorder: _Recorder | None = None
+        self.sharded: ShardedModel | None = None
+        self.until_backward: list[Tensor] = []
+        self._received: list[tuple[Tensor, Hashable, int]] = []
+        """Differentiable arguments, with the kinds of their blocks and their positions."""
+
+    @contextmanager
+    def _standing_in(self) -> Iterator[None]:
+        layers = [
+            add_layer(block, self._stand_in(name, forward_below(block)), self)
+            for name, block in self.modules.items()
+        ]
+        self.calls = dict.fromkeys(self.modules, 0)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.remove()
+
+    def run(
+        self, optimizer: Optimizer | None, batch: Any, options: StepOptions, *modes: Any
+    ) -> list[float]:
+        """Run a step with stand-ins, and return when its phases began."""
+        log = OperatorLog(self.rates)
+        begins: list[float] = []
+
+        def begin(phase: str) -> None:
+            self.until_backward.clear()
+            if phase == "optimizer" and self.sharded is not None:
+                self.sharded.reduce()
+            begins.append(log.seconds)
+
+        with self._standing_in(), CudaDtypes(), CudaOperators(), ExitStack() as stack:
+            for mode in (*modes, log, InPlaceSums()):
+                stack.enter_context(mode)
+            run_step(self.model, optimizer, batch, options, begin)
+        return [*begins, log.seconds]
+
+    def record(self, optimizer: Optimizer, batch: Any, options: StepOptions) -> Recorded:
+        """Run a step with stand-ins for all blocks of known kinds, and return its timeline."""
+        self._recorder = recorder = _Recorder()
+        tensors = [*self.model.parameters(), *self.model.buffers(), *tree_leaves(batch)]
+        if self.sharded is not None:
+            tensors += self.sharded.shards
+        tensors += tree_leaves([*optimizer.state.values()])
+        recorder.count(x for x in tensors if isinstance(x, Tensor))
+        begins = self.run(optimizer, batch, options, recorder)
+        seconds = [end - begin for begin, end in itertools.pairwise(begins)]
+        return Recorded(recorder.timeline, dict(self.calls), *seconds)
+
+    def _stand_in(self, name: str, below: Callable[..., Any]) -> Callable[..., Any]:
+        def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return below(*args, **kwargs)
+            kind = (self._structures[name], input_signature(args, kwargs))
+            self.kinds[name] = kind
+            self.calls[name] += 1
+            if self._recorder is None:
+                self._received += [
+                    (one, kind, at)
+                    for at, one in enumerate(args)
+                    if isinstance(one, Tensor) and one.requires_grad
+                ]
+            leaves, _ = tree_flatten((args, kwargs))
+            if kind not in self.outputs:
+                self.examples[kind] = Example(block, args, kwargs)
+                self.outputs[kind] = _Outputs.of(below(*args, **kwargs), leaves)
+            inputs = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+            parameters = [p for p in block.parameters() if p.requires_grad]
+            made = _StandIn.apply(self, name, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
+            return self.outputs[kind].filled(made, leaves)
+
+        return run
+
+    def own_inputs(self, kind: Hashable) -> tuple[int, ...]:
+        """Return the positions of differentiable arguments that no other block receives."""
+        storages = Counter(one.untyped_storage()._cdata for one, *_ in self._received)
+        those = [(one.untyped_storage()._cdata, at) for one, of, at in self._received if of == kind]
+        shared = {at for storage, at in those if storages[storage] > 1}
+        return tuple(sorted({at for _, at in those} - shared))
+
+    @contextmanager
+    def slot(self, name: str, part: str) -> Iterator[None]:
+        if self._recorder is None:
+            yield
+            return
+        with self._recorder.within(Slot(name, part)):
+            yield
+
+
+class Recorded(NamedTuple):
+    """A step with stand-ins: its timeline, and the seconds of what is not in a block."""
+
+    timeline: StepTimeline
+    calls: dict[str, int]
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+
+
+class _Input(NamedTuple):
+    """An output of a block that is one of its inputs."""
+
+    position: int
+
+
+class _Outputs(NamedTuple):
+    """The outputs of a block: tensors to create, inputs that are passed on, and constants."""
+
+    leaves: tuple[Any, ...]
+    tree: Any
+
+    @classmethod
+    def of(cls, output: Any, inputs: list[Any]) -> _Outputs:
+        leaves, tree = tree_flatten(output)
+        index = {id(leaf): at for at, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
+        return cls(tuple(_Input(index[id(x)]) if id(x) in index else x for x in leaves), tree)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def filled(self, made: Any, inputs: list[Any]) -> Any:
+        """Return the output with these tensors."""
+        new = iter(made)
+        leaves = [next(new) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        leaves = [inputs[leaf.position] if isinstance(leaf, _Input) else leaf for leaf in leaves]
+        return tree_unflatten(leaves, self.tree)
+
+
+class _StandIn(torch.autograd.Function):
+    """Allocates what a block does: outputs and gradients, and its slots."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Blocks, name: str, inputs: int, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        with blocks.slot(name, "forward"):
+            torch.empty(1)
+        with blocks.slot(name, "copies"):
+            blocks.until_backward.append(torch.empty(1))
+        with blocks.slot(name, "saved"):
+            ctx.saved = torch.empty(1)
+        like = blocks.outputs[blocks.kinds[name]].tensors
+        outputs = [torch.empty_like(one) for one in like]
+        is_trained = [one.requires_grad for one in like]
+        ctx.mark_non_differentiable(*itertools.compress(outputs, map(operator.not_, is_trained)))
+        boundary = (*tensors[:inputs], *itertools.compress(outputs, is_trained))
+        run = blocks.plain.get(blocks.kinds[name])
+        ctx.save_for_backward(*itertools.compress(boundary, run.retained if run else ()))
+        ctx.blocks, ctx.name = blocks, name
+        ctx.like = [
+            (one.size(), one.stride(), one.dtype) if needed else None
+            for one, needed in zip(tensors, ctx.needs_input_grad[3:], strict=True)
+        ]
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        del gradients
+        with ctx.blocks.slot(ctx.name, "backward"):
+            torch.empty(1)
+        made = [
+            None if one is None else torch.empty_strided(*one[:2], dtype=one[2]) for one in ctx.like
+        ]
+        ctx.saved = None
+        return None, None, None, *made
