@@ -148,14 +148,14 @@ def test_dtype_that_the_device_lacks(cli: CommandLine) -> None:
 def test_no_store_yet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
-    one_line(Desk(tmp_path / "none", capsys)(*command), 2, "no record store", "stepscope run")
+    one_line(Desk(tmp_path / "none", capsys)(*command), 2, "no record store", "inspect SCRIPT")
     assert not (tmp_path / "none").exists()
 
 
 def test_without_a_store_the_records_of_an_inspection_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`inspect` writes files and no store; `show` after it has something to show."""
+    """Files of records that were moved without their store are something to show."""
     for name in ("older", "train"):
         (tmp_path / f"{name}.jsonl").touch()
     os.utime(tmp_path / "older.jsonl", (0, 0))

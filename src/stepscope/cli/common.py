@@ -125,7 +125,8 @@ def existing_store(location: StoreOptions) -> Store:
         file = f"name a file of records, such as {inspected[-1]}, or " if inspected else ""
         raise UsageError(
             f"there is no record store at {location.store}",
-            f"{file}create one with `stepscope run`, or give its directory with --out",
+            f"{file}create one with `stepscope inspect SCRIPT` or `stepscope run`, or give its"
+            " directory with --out",
         )
     return Store(location.store, create=False)
 

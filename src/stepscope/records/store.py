@@ -88,7 +88,10 @@ class Store:
         """Find a run by `latest`, `latest~2`, a full id or a prefix of an id."""
         runs = self.runs()
         if not runs:
-            raise UsageError(f"{self.path} has no runs yet", "create one with `stepscope run`")
+            raise UsageError(
+                f"{self.path} has no runs yet",
+                "create one with `stepscope inspect SCRIPT` or `stepscope run`",
+            )
         counted = re.fullmatch(r"latest(?:~(\d+))?", text)
         if counted:
             back = int(counted[1] or 0)
