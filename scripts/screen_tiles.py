@@ -3,6 +3,7 @@
     python scripts/screen_tiles.py --head 64 128 --dtype bf16
     python scripts/screen_tiles.py --head 128 --m 64 128 --n 64 128 --warps 4 8 --stages 2 3
     python scripts/screen_tiles.py --head 64 --rules intervals softcap
+    python scripts/screen_tiles.py --target cuda:86 --no-tma --choices
 
 Registers, spills and shared memory come from the compiled program, so tiles that spill or do not
 fit are dropped before they cost GPU time. wgmma counts the matrix instructions.
@@ -12,23 +13,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
-from triton.backends.compiler import GPUTarget
+from screen_kernels import SHARED_KIB, target_of, used
 from triton.compiler import ASTSource
 
 from stepscope.attention.tiles import IN_PLANES, Tile, columns, tiles
 from stepscope.attention.triton.backward import key_value_kernel, query_kernel
 from stepscope.attention.triton.forward import forward_kernel
 
-HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_LIMIT = 227 << 10
 KERNELS = {"forward": forward_kernel, "key_value": key_value_kernel, "query": query_kernel}
 FIELDS = ("m", "n", "warps", "stages", "hold", "registers", "precision")
 HELD = {"forward": ("q",), "key_value": ("k", "v"), "query": ("q", "grad")}
@@ -59,6 +54,7 @@ def compile_tile(
     causal: bool,
     tma: bool,
     rules: Sequence[str] = (),
+    target: str = "cuda:90",
 ) -> Card:
     kernel = KERNELS[kind]
     planes = dtype == "fp32" and tile.precision == IN_PLANES
@@ -79,8 +75,8 @@ def compile_tile(
         "WHOLE": False,
     }
     optional = {name: kind for arguments in RULES.values() for name, kind in arguments.items()}
-    used = {name for rule in rules for name in RULES[rule]}
-    constants |= dict.fromkeys(optional.keys() - used)
+    given = {name for rule in rules for name in RULES[rule]}
+    constants |= dict.fromkeys(optional.keys() - given)
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -115,34 +111,22 @@ def compile_tile(
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    if tile.registers:
+    if tile.registers and target.startswith("cuda"):
         options["maxnreg"] = tile.registers
-    compiled = triton.compile(source, target=HOPPER, options=options)
-    return Card(
-        *resources(compiled.asm["cubin"]),
-        compiled.metadata.shared,
-        compiled.asm["ptx"].count("wgmma.mma"),
-    )
-
-
-def resources(cubin: bytes) -> tuple[int, int]:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [str(tool), "--dump-resource-usage", file.name],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    usage = dict(re.findall(r"(\w+):(\d+)", text))
-    return int(usage.get("REG", 0)), int(usage.get("LOCAL", 0)) + int(usage.get("STACK", 0))
+    compiled = triton.compile(source, target=target_of(target), options=options)
+    use = used(compiled)
+    wgmma = compiled.asm["ptx"].count("wgmma.mma") if "ptx" in compiled.asm else 0
+    return Card(use.registers, use.spilled_bytes, use.shared_bytes, wgmma)
 
 
 def choices(args: argparse.Namespace, kind: Any, head: int) -> Iterator[Tile]:
     width = 4 if args.dtype == "fp32" else 2
-    best = tiles(kind, head, width, (9, 0))[0]
+    _, _, chip = args.target.partition(":")
+    capability = divmod(int(chip), 10) if chip.isdecimal() else (0, 0)
+    best, *smaller = tiles(kind, head, width, capability)
+    if args.choices:
+        yield from (best, *smaller)
+        return
     given = [getattr(args, field) or [getattr(best, field)] for field in FIELDS]
     for values in itertools.product(*given):
         yield best._replace(**dict(zip(FIELDS, values, strict=True)))
@@ -155,6 +139,8 @@ def main() -> None:
     parser.add_argument("--kernel", nargs="+", default=list(KERNELS), choices=list(KERNELS))
     parser.add_argument("--no-tma", action="store_true", help="plain pointers")
     parser.add_argument("--full", action="store_true", help="without a causal mask")
+    parser.add_argument("--choices", action="store_true", help="the tiles that are tried, in order")
+    parser.add_argument("--target", default="cuda:90", choices=list(SHARED_KIB))
     parser.add_argument("--rules", nargs="+", default=[], choices=list(RULES), help="rules in use")
     for field in FIELDS:
         kind = str if field == "precision" else int
@@ -175,11 +161,12 @@ def main() -> None:
                         causal=not args.full,
                         tma=not args.no_tma,
                         rules=args.rules,
+                        target=args.target,
                     )
                 except Exception as error:
                     print(f"{label}  does not compile: {str(error).splitlines()[0][:90]}")
                     continue
-                fits = "" if card.shared <= SHARED_LIMIT else "  too large"
+                fits = "" if card.shared <= SHARED_KIB[args.target] << 10 else "  too large"
                 print(
                     f"{label} {card.registers:>10} {card.spills:>6} {card.shared / 1024:>10.1f}"
                     f" {card.wgmma:>6}{fits}"

@@ -48,7 +48,7 @@ def test_kernels_with_rules_compile(
 SPECIALIZED = f"""
 import sys
 sys.path.insert(0, {str(SCRIPT.parent)!r})
-from screen_tiles import resources
+from screen_kernels import resources
 from stepscope.attention.specialized import FORWARD
 from stepscope.attention.triton.specialized_forward import compile_for_hopper
 for head, causal in ((64, False), (64, True), (128, True)):

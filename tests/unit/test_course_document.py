@@ -122,6 +122,9 @@ def test_latex_has_only_letters_that_pdflatex_knows(edition: Edition) -> None:
     tex = latex_document(document)
     assert {letter for letter in tex if ord(letter) > 127} == set()
     assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") > 20
+    assert "--" not in tex
+    words = (word for line in tex.splitlines() if "&" not in line for word in line.split())
+    assert max(len(part) for word in words for part in word.split(r"\allowbreak{}")) < 100
 
 
 def test_a_filter_restricts_the_records_before_the_view() -> None:

@@ -20,6 +20,7 @@ from stepscope.measure.device import CpuDevice, CudaDevice, cpu_multiplies_bfloa
 from stepscope.measure.environment import describe, lacks
 from stepscope.measure.telemetry import Telemetry
 from stepscope.records.schema import Reading
+from stepscope.torch_tools.triton_available import nvidia_capability
 
 
 class DriverError(Exception):
@@ -126,14 +127,16 @@ def test_a_driver_that_does_not_know_the_gpu_is_ignored(monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("no_driver")
 def test_an_old_gpu_lacks_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = fake_gpu(monkeypatch, 7, 5).lacks()
+    assert "impl='auto' uses torch's" in missing.pop("tuned-attention")
     assert missing == {
         "fp8": "Tesla T4 has compute capability 7.5, FP8 matmuls need 8.9; use bfloat16",
         "tf32": "Tesla T4 has compute capability 7.5, TF32 needs 8.0; use float32",
         "bfloat16": "Tesla T4 has compute capability 7.5, bfloat16 needs 8.0; use float16",
     }
-    assert set(fake_gpu(monkeypatch, 8, 0).lacks()) == {"fp8"}
-    assert fake_gpu(monkeypatch, 8, 9).lacks() == {}
-    assert fake_gpu(monkeypatch, 10, 0).lacks() == {}
+    assert set(fake_gpu(monkeypatch, 8, 0).lacks()) == {"fp8", "tuned-attention"}
+    assert set(fake_gpu(monkeypatch, 8, 9).lacks()) == {"tuned-attention"}
+    assert fake_gpu(monkeypatch, 9, 0).lacks() == {}
+    assert set(fake_gpu(monkeypatch, 10, 0).lacks()) == {"tuned-attention"}
 
 
 def test_a_gpu_describes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,3 +272,11 @@ def test_the_cpu_measures_its_peak_from_the_reset() -> None:
     device.release()
     device.reset_peak()
     assert device.peak_bytes() < 30 << 20
+
+
+def test_a_gpu_of_amd_is_not_taken_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
+    assert nvidia_capability(torch.device("cuda", 0)) == (9, 4)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert nvidia_capability(torch.device("cuda", 0)) == (0, 0)
+    assert set(fake_gpu(monkeypatch, 9, 4).lacks()) == {"fp8", "tuned-attention"}

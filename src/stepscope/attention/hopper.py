@@ -17,8 +17,15 @@ from stepscope.attention import ops, sdpa
 from stepscope.attention.call import AttentionCall, Backend, BoundAttention
 from stepscope.attention.inputs import as_four_dims
 from stepscope.attention.preference import reason_against
-from stepscope.attention.specialized import FORWARD, KINDS, forward_kernel_of, speed_over
+from stepscope.attention.specialized import (
+    CAPABILITY,
+    FORWARD,
+    KINDS,
+    forward_kernel_of,
+    speed_over,
+)
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
+from stepscope.torch_tools.triton_available import nvidia_capability
 
 if TYPE_CHECKING:
     from stepscope.attention.triton.launch import Forward
@@ -55,7 +62,7 @@ class HopperAttention(Backend):
             return "cuDNN's backward kernel has no rules"
         if torch.compiler.is_compiling() or transforms_active():
             return "the compiler and transforms see other operators than those of the forward pass"
-        if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9:
+        if nvidia_capability(q.device)[0] != CAPABILITY:
             return f"it needs a Hopper GPU, and q is on {q.device}"
         # Before what takes longer.
         if q.element_size() != 2 or (q.shape[-1], is_causal) not in FORWARD:

@@ -33,7 +33,7 @@ from stepscope.torch_tools.derivatives import (
     no_second_derivative,
     transforms_active,
 )
-from stepscope.torch_tools.triton_available import is_interpreted
+from stepscope.torch_tools.triton_available import is_interpreted, nvidia_capability
 
 if TYPE_CHECKING:
     from stepscope.attention.rules import ScoreRules
@@ -344,7 +344,7 @@ class TritonAttention(Backend):
             return None
         if rules is not None:
             return "torch's kernels have dropout, and draw their random numbers faster"
-        if torch.cuda.get_device_capability(q.device)[0] != TUNED_CAPABILITY:
+        if nvidia_capability(q.device)[0] != TUNED_CAPABILITY:
             return f"its tiles are tuned for GPUs of compute capability {TUNED_CAPABILITY}"
         repeatable = torch.are_deterministic_algorithms_enabled()
         sizes = sizes_of(q, call.k, call.is_causal)

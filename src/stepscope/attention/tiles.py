@@ -114,8 +114,11 @@ def _tiles(kind: Pass, head: int, element_bytes: int, capability: tuple[int, int
     if element_bytes > 2:
         if capability[0] < _MIN_MAJOR_WITH_BFLOAT16:
             return [_FALLBACK]
-        best = _entry(_FLOAT32[kind], sum(columns(head)))
-        return [best, _FALLBACK._replace(precision=best.precision)]
+        width = sum(columns(head))
+        best = _entry(_FLOAT32[kind], width)
+        fallback = _FALLBACK._replace(precision=best.precision)
+        # Elsewhere wider tiles spill: 1.6 KB a thread at 128 columns on compute capability 8.0.
+        return [best, fallback] if capability[0] == 9 or width <= 64 else [fallback]
     width = sum(columns(head))
     smaller = _entry(_OTHER_GPUS, width)
     best = _entry(_HOPPER[kind], width) if capability[0] == 9 else smaller

@@ -22,6 +22,8 @@ _CYCLES_PER_MS = 2_000_000
 """About the highest clock of current GPUs; a slower GPU stays busy for longer."""
 _COMMON_POOL = (0, 0)
 """Pool id of ordinary allocations; each captured CUDA graph has a private pool."""
+_TUNED = 9
+"""Major compute capability that the tiles of attention are tuned for."""
 _FP8_FROM = (8, 9)
 
 
@@ -227,6 +229,11 @@ class CudaDevice(Device):
             missing["fp8"] = "FP8 matmuls are implemented for NVIDIA GPUs; use bfloat16"
         elif (major, minor) < _FP8_FROM:
             missing["fp8"] = f"{capability}, FP8 matmuls need 8.9; use bfloat16"
+        if torch.version.hip is not None or major != _TUNED:
+            missing["tuned-attention"] = (
+                f"Stepscope's attention kernels are tuned for compute capability {_TUNED}, not for"
+                f" {self.name}: impl='auto' uses torch's"
+            )
         if major < 8:
             missing |= {
                 "tf32": f"{capability}, TF32 needs 8.0; use float32",

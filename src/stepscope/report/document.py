@@ -20,6 +20,8 @@ from stepscope.report.text import (
 )
 
 FIGURES = "figures"
+_LONG_WORD = 16
+"""Characters that are too many for the space that justified lines can take."""
 _PREAMBLE = r"""\documentclass[11pt]{article}
 \usepackage[utf8]{inputenc}
 \usepackage[T1]{fontenc}
@@ -100,7 +102,7 @@ def latex_document(document: Document) -> str:
     parts = [
         _PREAMBLE.strip(),
         rf"\title{{{latex_text(document.title)}}}",
-        r"\date{}",
+        r"\author{}\date{}",
         r"\begin{document}",
         r"\maketitle",
         latex_text(document.subtitle),
@@ -119,7 +121,8 @@ def _latex_chapter(chapter: Chapter, files: dict[Figure, str]) -> Iterator[str]:
     yield rf"{latex_text(chapter.title)}. {_latex_prose(chapter.note)}"
     for item in chapter.items:
         label = f"{latex_text(item.label)} " if item.label else ""
-        yield rf"\paragraph{{{label}{latex_text(item.question)}}}"
+        # A line of its own: \paragraph runs into what follows it.
+        yield rf"\paragraph{{{label}{latex_text(item.question)}}}\mbox{{}}"
         if item.code:
             yield rf"Implementation: {_latex_code(item.code)}"
         if item.commands:
@@ -172,10 +175,18 @@ def _latex_prose(text: str) -> str:
     """Escape text and set code in backticks in a monospaced font."""
     parts = re.split(r"`([^`]+)`", text)
     return "".join(
-        _latex_code(part) if index % 2 else latex_text(part) for index, part in enumerate(parts)
+        _latex_code(part) if index % 2 else " ".join(map(_latex_word, part.split(" ")))
+        for index, part in enumerate(parts)
     )
 
 
 def _latex_code(text: str) -> str:
     """Code that may break at spaces."""
-    return " ".join(rf"\texttt{{{latex_text(word)}}}" for word in text.split())
+    return " ".join(rf"\texttt{{{_latex_word(word)}}}" for word in text.split())
+
+
+def _latex_word(word: str) -> str:
+    """Escape one word; a long one, as the name of a kernel or a formula, may break."""
+    if len(word) < _LONG_WORD:
+        return latex_text(word)
+    return r"\allowbreak{}".join(map(latex_text, re.split(r"(?<=[._/·(])", word)))

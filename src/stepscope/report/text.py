@@ -210,7 +210,8 @@ def _latex_row(texts: list[str]) -> str:
 
 
 def latex_text(text: str) -> str:
-    return "".join(_LATEX.get(letter, letter) for letter in _one_line(text))
+    escaped = "".join(_LATEX.get(letter, letter) for letter in _one_line(text))
+    return escaped.replace("--", "-{}-")  # A flag: two hyphens would become a dash.
 
 
 def _fields(column: Column, cells: list[Cell]) -> Iterator[tuple[str, list[object]]]:

@@ -24,6 +24,14 @@ def supports_dtype(dtype: torch.dtype) -> bool:
     return dtype in _DTYPES and not (dtype == torch.bfloat16 and is_interpreted())
 
 
+def nvidia_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of an NVIDIA GPU, and (0, 0) for any other device: the numbers
+    of AMD's GPUs, such as 9.4, count something else."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
+
+
 def tf32_is_enabled() -> bool:
     """Return whether a float32 matmul on CUDA may use TF32.
 

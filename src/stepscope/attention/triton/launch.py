@@ -32,7 +32,12 @@ from stepscope.attention.triton.memory import split_kernel
 from stepscope.attention.triton.replay import Launch, Prepared, starter
 from stepscope.attention.triton.specialized import PreparedForward, first_launch, refuses
 from stepscope.torch_tools.kernel_compilation import NotLaunchedError, compiles_only
-from stepscope.torch_tools.triton_available import is_interpreted, on_its_device, tf32_is_enabled
+from stepscope.torch_tools.triton_available import (
+    is_interpreted,
+    nvidia_capability,
+    on_its_device,
+    tf32_is_enabled,
+)
 
 INTERPRETED = is_interpreted()
 _INTERPRETER_TILE = Tile(32, 32, 4, 1)
@@ -532,9 +537,7 @@ def _first_launch(
     return Prepared(launch, programs, fixed, tma, parts=parts, absent=absent)
 
 
-@lru_cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+_capability = lru_cache(nvidia_capability)
 
 
 def _batch_stride(intervals: Tensor) -> int:

@@ -24,6 +24,7 @@ from stepscope.attention.specialized import (
 from stepscope.attention.tiles import Tile
 from stepscope.attention.triton.replay import Launch, Prepared
 from stepscope.torch_tools.kernel_compilation import NotLaunchedError, compiles_only
+from stepscope.torch_tools.triton_available import nvidia_capability
 
 _ORDERS: dict[tuple[torch.device, Sizes, Variant], Tensor] = {}
 """Tile orders on the GPU, a few kilobytes each. Never cleared: a captured graph reads them."""
@@ -44,8 +45,8 @@ def _kernel_module() -> ModuleType | str:
 @lru_cache
 def _device(device: torch.device) -> tuple[int, int]:
     """Return major compute capability and multiprocessors."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.major, properties.multi_processor_count
+    programs = torch.cuda.get_device_properties(device).multi_processor_count
+    return nvidia_capability(device)[0], programs
 
 
 def sizes_of(q: Tensor, k: Tensor, causal: bool, shift: int) -> Sizes:

@@ -15,7 +15,7 @@ from stepscope.cli.commands.run import seconds_to_wait, traces_in
 from stepscope.cli.common import StoreOptions, json_line, parse, require_writable, write_text
 from stepscope.cli.messages import say, write_line
 from stepscope.cli.progress import make_observer
-from stepscope.errors import StepscopeError, UsageError
+from stepscope.errors import UsageError
 from stepscope.files import replace_file
 from stepscope.records.schema import Record, Run
 from stepscope.records.store import Store
@@ -47,7 +47,8 @@ class CourseOptions(StoreOptions, frozen=True, kw_only=True):
     list: bool = False
     """List the problems, and the commands that answer them, without measuring."""
     measure: bool = True
-    """With --no-measure, write the document from what has been measured."""
+    """With --no-measure, write the document from what has been measured, and from committed
+    records."""
     new: bool = False
     """Start over instead of continuing the last run of this command."""
     retry: bool = False
@@ -117,8 +118,6 @@ def _answer(options: CourseOptions, problems: Sequence[Problem]) -> int:
         run = _open_run(options, runner.environment.device_name, runner.environment.torch, store)
         if options.measure:
             _measure(options, run, cases, store, runner)
-        elif run is None:
-            raise StepscopeError("nothing has been measured yet", "omit --no-measure")
         records = store.records(run.id) if run is not None else ()
     wanted = {need: {(one.study, one.key) for one in planned} for need, planned in cases.items()}
     keys = set().union(*wanted.values())

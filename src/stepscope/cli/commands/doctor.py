@@ -31,6 +31,7 @@ _NAMES = {
     "graph": "CUDA graphs",
     "cublas": "cuBLAS",
     "kernels": "Triton kernels",
+    "tuned-attention": "tuned attention",
     "compiler": "torch.compile",
 }
 
@@ -164,7 +165,7 @@ def _device() -> Iterator[Check]:
     yield Check("CPU", "ok", f"{env.cpu}, {threads}, {bytes_(env.host_memory_bytes)}")
     for what, reason in worker.lacks.items():
         name = _NAMES.get(what, what)
-        if env.device_kind == "cpu" and what in _OF_OTHER_DEVICES:
+        if what == "tuned-attention" or (env.device_kind == "cpu" and what in _OF_OTHER_DEVICES):
             yield Check(name, "not applicable", reason)
         else:
             yield Check(name, "missing", "not available", reason)
