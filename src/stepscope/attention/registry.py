@@ -100,9 +100,9 @@ def _auto() -> Backend:
 
 def _sdpa_backend(name: str, backend: str, description: str, saves_scores: bool) -> Implementation:
     def load() -> Backend:
-        from stepscope.attention.sdpa import OneBackend
+        from stepscope.attention.sdpa import ONE_BACKEND
 
-        return OneBackend(backend)
+        return ONE_BACKEND[backend]
 
     return Implementation(name, load, description, saves_scores, decides_by_shape=False)
 

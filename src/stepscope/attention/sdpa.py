@@ -91,6 +91,12 @@ class OneBackend(Backend):
         return refusal(self._backend, call)
 
 
+ONE_BACKEND = {
+    name: OneBackend(name)
+    for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+}
+
+
 def _refuses_rules(rules: ScoreRules | None) -> str | None:
     """Return which rule torch's SDPA does not have. The others become a mask in memory."""
     if rules is not None and rules.softcap is not None:

@@ -14,7 +14,6 @@ import msgspec
 from stepscope.attention import cost as attention_cost
 from stepscope.attention import implementation
 from stepscope.attention.cost import AttentionShape
-from stepscope.errors import unknown_name
 from stepscope.model.config import ModelConfig, Precision
 
 _ELEMENT_BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
@@ -174,41 +173,6 @@ def activation_bytes(
         loss=tokens * config.vocab * _FLOAT32 + tokens * _INT64,
         weight_copies=parameters(config).multiplied * compute_bytes if precision.autocast else 0,
     )
-
-
-def minimum_bytes(
-    config: ModelConfig,
-    batch: int,
-    context: int,
-    precision: Precision,
-    mode: str,
-    attention: str = "sdpa",
-    device_type: str = "cuda",
-    checkpointed: bool = False,
-) -> int:
-    """Return a lower bound of the device memory that a mode needs.
-
-    Workspaces, fragmentation and further copies of the logits are not included. A train step has
-    optimizer state, as every step after the first. Activations of checkpointed blocks are not
-    counted.
-    """
-    weights = weight_bytes(config, precision)
-    if mode == "forward":
-        logits = batch * context * config.vocab * _ELEMENT_BYTES[precision.compute]
-        return weights + logits
-    activations = activation_bytes(config, batch, context, precision, attention, device_type)
-    # Another kernel might write its output in the layout that the projection reads.
-    saved = activations.total - activations.n_layers * activations.block.get(_ATTENTION_OUTPUT, 0)
-    if checkpointed:
-        saved = activations.embedding + activations.head + activations.loss
-    # The backward pass frees activations as it allocates gradients, so only the larger one is
-    # certain.
-    larger = max(saved, gradient_bytes(config, precision))
-    if mode == "forward-backward":
-        return weights + larger
-    if mode == "train-step":
-        return weights + larger + optimizer_bytes(config, precision)
-    raise unknown_name("mode", mode, MODES)
 
 
 def _shape(config: ModelConfig, batch: int, context: int) -> AttentionShape:

@@ -47,7 +47,7 @@ from stepscope.attention.triton.softmax import divide_by_sums, exponential, prob
 @triton.jit
 def _accumulate_dq(
     b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta,
-    keys, values, batch, key_head, start_m, start, stop, scale, shift,
+    k, k_e, v, v_e, keys, values, batch, key_head, start_m, start, stop, scale, shift,
     bounds, softcap, slope, source, dropout,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
@@ -63,12 +63,9 @@ def _accumulate_dq(
         if MASKED and bounds is not None:
             start_n = past_full_tiles(position, bounds)
         # b_k and b_v: (BLOCK_N, BLOCK_D) and (BLOCK_N, BLOCK_E)
-        b_k = load_tile(
-            keys, (batch, key_head, start_n), BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA
-        )
-        b_v = load_tile(
-            values, (batch, key_head, start_n), BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA
-        )
+        at = (batch, key_head, start_n)
+        b_k = load_tile(k, k_e, keys, at, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA)
+        b_v = load_tile(v, v_e, values, at, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA)
         b_s = outer_dot(b_q, b_k, BLOCK_E, PLANES, PRECISION)  # (BLOCK_M, BLOCK_N)
         if softcap is not None:
             b_s = softcapped(b_s * scale, softcap, EXACT)
@@ -88,7 +85,7 @@ def _accumulate_dq(
             if bounds is not None:
                 mask_s = within(offs_n[None, :], bounds, 1)
             else:
-                mask_s = (offs_n < keys[4])[None, :]
+                mask_s = (offs_n < keys[2])[None, :]
                 if CAUSAL:
                     offs_m = start_m + tl.arange(0, BLOCK_M)
                     mask_s = mask_s & (offs_n[None, :] <= offs_m[:, None] + shift)
@@ -133,21 +130,22 @@ def query_kernel(
     key_head = head // G
     start_m = pid_m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    keys = (k, k_e, (k_stride_b, k_stride_h, k_stride_n), B, N, D)
-    values = (v, v_e, (v_stride_b, v_stride_h, v_stride_n), B, N, D)
+    keys = ((k_stride_b, k_stride_h, k_stride_n), B, N, D)
+    values = ((v_stride_b, v_stride_h, v_stride_n), B, N, D)
     # b_do, b_o and b_q: (BLOCK_M, BLOCK_D) and (BLOCK_M, BLOCK_E)
-    grads = (grad, grad_e, (g_stride_b, g_stride_h, g_stride_m), B, M, D)
-    b_do = load_tile(grads, (batch, head, start_m), BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA)
+    grads = ((g_stride_b, g_stride_h, g_stride_m), B, M, D)
+    at = (batch, head, start_m)
+    b_do = load_tile(grad, grad_e, grads, at, BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA)
     b_do = in_registers(b_do, dq, HOLD)
-    outputs = (o, o, (o_stride_b, o_stride_h, o_stride_m), B, M, D)
-    b_o = load_tile(outputs, (batch, head, start_m), BLOCK_M, BLOCK_D, BLOCK_E, 1, True, False)
+    outputs = ((o_stride_b, o_stride_h, o_stride_m), B, M, D)
+    b_o = load_tile(o, o, outputs, at, BLOCK_M, BLOCK_D, BLOCK_E, 1, True, False)
     offs_bh = pid_bh.to(tl.int64) * M
     b_delta = row_sums(b_o[0], sum_planes(b_do, PLANES), EXACT)
     if BLOCK_E > 0:
         b_delta += row_sums(b_o[3], b_do[3], EXACT)
     tl.store(delta + offs_bh + offs_m, b_delta, mask=offs_m < M)
-    queries = (q, q_e, (q_stride_b, q_stride_h, q_stride_m), B, M, D)
-    b_q = load_tile(queries, (batch, head, start_m), BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA)
+    queries = ((q_stride_b, q_stride_h, q_stride_m), B, M, D)
+    b_q = load_tile(q, q_e, queries, at, BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA)
     b_q = in_registers(b_q, dq, HOLD)
     b_lse = tl.load(lse + offs_bh + offs_m, mask=offs_m < M, other=0.0)  # (BLOCK_M,)
     slope = None
@@ -177,7 +175,7 @@ def query_kernel(
         start, stop = (n_masked, n_end) if MASKED else (n_start, n_full)
         b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e = _accumulate_dq(
             b_dq, b_dq_e, b_p_sum, b_ds_sum, b_mean_k, b_mean_k_e, b_q, b_do, b_lse, b_delta,
-            keys, values, batch, key_head, start_m, start, stop, scale, shift,
+            k, k_e, v, v_e, keys, values, batch, key_head, start_m, start, stop, scale, shift,
             bounds, softcap, slope, source, dropout,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, MASKED, WHOLE,
             TMA, PRECISION, EXACT,
@@ -198,7 +196,8 @@ def query_kernel(
 
 @triton.jit
 def _accumulate_dk_dv(
-    b_dk, b_dk_e, b_dv, b_dv_e, b_k, b_v, queries, grads, lse, delta, factor, ds_sum,
+    b_dk, b_dk_e, b_dv, b_dv_e, b_k, b_v, q, q_e, grad, grad_e, queries, grads,
+    lse, delta, factor, ds_sum,
     batch, head, start_n, start, stop, scale, M, N, shift,
     bounds, softcap, slope, source, dropout,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -216,9 +215,8 @@ def _accumulate_dk_dv(
             start_m = past_full_tiles(position, bounds)
         offs_m = start_m + tl.arange(0, BLOCK_M)
         # b_q and b_do: (BLOCK_M, BLOCK_D) and (BLOCK_M, BLOCK_E)
-        b_q = load_tile(
-            queries, (batch, head, start_m), BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA
-        )
+        at = (batch, head, start_m)
+        b_q = load_tile(q, q_e, queries, at, BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA)
         # Rows past M have probability 0, whatever a rule makes of their scores.
         b_lse = tl.load(lse + offs_m, mask=offs_m < M, other=float("inf"))  # (BLOCK_M,)
         b_s = outer_dot(b_k, b_q, BLOCK_E, PLANES, PRECISION)  # (BLOCK_N, BLOCK_M)
@@ -245,9 +243,7 @@ def _accumulate_dk_dv(
             b_p = divide_by_sums(b_p, tl.sum(b_p, 0)[None, :], EXACT)
         elif EXACT:
             b_p *= tl.load(factor + offs_m, mask=offs_m < M, other=0.0)[None, :]
-        b_do = load_tile(
-            grads, (batch, head, start_m), BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA
-        )
+        b_do = load_tile(grad, grad_e, grads, at, BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA)
         b_weights = b_p
         if dropout is not None:
             b_kept = kept(source, dropout, start_m, start_n, BLOCK_M, BLOCK_N, True)
@@ -289,15 +285,14 @@ def key_value_kernel(
     key_heads = H // G
     batch, key_head = pid_bk // key_heads, pid_bk % key_heads
     start_n = pid_n * BLOCK_N
-    queries = (q, q_e, (q_stride_b, q_stride_h, q_stride_m), B, M, D)
-    grads = (grad, grad_e, (g_stride_b, g_stride_h, g_stride_m), B, M, D)
+    queries = ((q_stride_b, q_stride_h, q_stride_m), B, M, D)
+    grads = ((g_stride_b, g_stride_h, g_stride_m), B, M, D)
     # b_k and b_v: (BLOCK_N, BLOCK_D) and (BLOCK_N, BLOCK_E)
-    keys = (k, k_e, (k_stride_b, k_stride_h, k_stride_n), B, N, D)
-    b_k = load_tile(keys, (batch, key_head, start_n), BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, TMA)
-    values = (v, v_e, (v_stride_b, v_stride_h, v_stride_n), B, N, D)
-    b_v = load_tile(
-        values, (batch, key_head, start_n), BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, TMA
-    )
+    keys = ((k_stride_b, k_stride_h, k_stride_n), B, N, D)
+    at = (batch, key_head, start_n)
+    b_k = load_tile(k, k_e, keys, at, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, TMA)
+    values = ((v_stride_b, v_stride_h, v_stride_n), B, N, D)
+    b_v = load_tile(v, v_e, values, at, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, True, TMA)
     b_k, b_v = in_registers(b_k, dk, HOLD), in_registers(b_v, dv, HOLD)
     b_dk, b_dk_e = zeros(BLOCK_N, BLOCK_D, BLOCK_E)
     b_dv, b_dv_e = zeros(BLOCK_N, BLOCK_D, BLOCK_E)
@@ -331,7 +326,8 @@ def key_value_kernel(
                 start, stop = m_start, m_end
             b_dk, b_dk_e, b_dv, b_dv_e = _accumulate_dk_dv(
                 b_dk, b_dk_e, b_dv, b_dv_e, b_k, b_v,
-                queries, grads, lse + offs_bh, delta + offs_bh, factor + offs_bh, ds_sum + offs_bh,
+                q, q_e, grad, grad_e, queries, grads,
+                lse + offs_bh, delta + offs_bh, factor + offs_bh, ds_sum + offs_bh,
                 batch, head, start_n, start, stop, scale, M, N, shift,
                 bounds, softcap, slope, source, dropout,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, WHOLE, TMA, PRECISION, EXACT,

@@ -37,8 +37,8 @@ from stepscope.attention.triton.softmax import divide_by_sums, exponent_factor, 
 
 @triton.jit
 def _update_softmax(
-    b_acc, b_acc_e, b_top, b_total, b_q, keys, values, batch, key_head, start_m, start, stop,
-    factor, shift, bounds, scale, softcap, slope, source, dropout,
+    b_acc, b_acc_e, b_top, b_total, b_q, k, k_e, v, v_e, keys, values, batch, key_head,
+    start_m, start, stop, factor, shift, bounds, scale, softcap, slope, source, dropout,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PLANES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -56,9 +56,8 @@ def _update_softmax(
         if MASKED and bounds is not None:
             start_n = past_full_tiles(position, bounds)
         # (BLOCK_N, BLOCK_D)
-        b_k = load_tile(
-            keys, (batch, key_head, start_n), BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA
-        )
+        at = (batch, key_head, start_n)
+        b_k = load_tile(k, k_e, keys, at, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA)
         b_s = outer_dot(b_q, b_k, BLOCK_E, PLANES, PRECISION)  # (BLOCK_M, BLOCK_N)
         if softcap is not None:
             b_s = softcapped(b_s * scale, softcap, EXACT)
@@ -73,7 +72,7 @@ def _update_softmax(
             if bounds is not None:
                 mask_s = within(offs_n[None, :], bounds, 1)
             else:
-                mask_s = (offs_n < keys[4])[None, :]
+                mask_s = (offs_n < keys[2])[None, :]
                 if CAUSAL:
                     offs_m = start_m + tl.arange(0, BLOCK_M)
                     mask_s = mask_s & (offs_n[None, :] <= offs_m[:, None] + shift)
@@ -93,9 +92,7 @@ def _update_softmax(
             b_kept = kept(source, dropout, start_m, start_n, BLOCK_M, BLOCK_N, False)
             b_p = tl.where(b_kept, b_p, 0.0)
         # (BLOCK_N, BLOCK_D)
-        b_v = load_tile(
-            values, (batch, key_head, start_n), BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA
-        )
+        b_v = load_tile(v, v_e, values, at, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, MASKED, TMA)
         b_acc = b_acc * b_rescale[:, None]
         if BLOCK_E > 0:
             b_acc_e = b_acc_e * b_rescale[:, None]
@@ -159,11 +156,12 @@ def forward_kernel(
     batch, head = pid_bh // H, pid_bh % H
     key_head = head // G
     start_m = pid_m * BLOCK_M
-    keys = (k, k_e, (k_stride_b, k_stride_h, k_stride_n), B, N, D)
-    values = (v, v_e, (v_stride_b, v_stride_h, v_stride_n), B, N, D)
-    queries = (q, q_e, (q_stride_b, q_stride_h, q_stride_m), B, M, D)
+    keys = ((k_stride_b, k_stride_h, k_stride_n), B, N, D)
+    values = ((v_stride_b, v_stride_h, v_stride_n), B, N, D)
+    queries = ((q_stride_b, q_stride_h, q_stride_m), B, M, D)
     # (BLOCK_M, BLOCK_D), and (BLOCK_M, BLOCK_E) for the second part
-    b_q = load_tile(queries, (batch, head, start_m), BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA)
+    at = (batch, head, start_m)
+    b_q = load_tile(q, q_e, queries, at, BLOCK_M, BLOCK_D, BLOCK_E, PLANES, True, TMA)
     b_q = in_registers(b_q, o, HOLD)
     slope = None
     if slopes is not None:
@@ -192,8 +190,8 @@ def forward_kernel(
     for MASKED in tl.static_range(2):
         start, stop = (n_masked, n_end) if MASKED else (n_start, n_full)
         b_acc, b_acc_e, b_max, b_sum = _update_softmax(
-            b_acc, b_acc_e, b_max, b_sum, b_q, keys, values, batch, key_head, start_m, start, stop,
-            factor, shift, bounds, scale, softcap, slope, source, dropout,
+            b_acc, b_acc_e, b_max, b_sum, b_q, k, k_e, v, v_e, keys, values, batch, key_head,
+            start_m, start, stop, factor, shift, bounds, scale, softcap, slope, source, dropout,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, PLANES, CAUSAL, MASKED, TMA, PRECISION, EXACT,
         )  # fmt: skip
 

@@ -70,15 +70,16 @@ def _load_part(
 
 @triton.jit
 def load_tile(
-    tensor, at,
+    source, source_e, tensor, at,
     BLOCK_ROW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PLANES: tl.constexpr,
     CHECK_ROWS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Load a tile of (BLOCK_ROW, BLOCK_D) and (BLOCK_ROW, BLOCK_E) of one head; elements outside of
-    the tensor read as zero. `at` is its batch, head and first row. `tensor` has the sources of the
-    two parts, strides, batches, by which planes are apart, rows and columns."""
+    the tensor read as zero. `at` is its batch, head and first row. `tensor` has its strides,
+    the batches by which planes are apart, rows and columns; `source_e` is the source of the second
+    part."""
     batch, head, row = at
-    source, source_e, strides, B, rows, d = tensor
+    strides, B, rows, d = tensor
     b_high = _load_part(source, strides, at, rows, d, 0, BLOCK_ROW, BLOCK_D, CHECK_ROWS, TMA)
     b_mid, b_low, b_e = b_high, b_high, b_high
     if PLANES == 3:

@@ -12,7 +12,7 @@ import msgspec
 
 from stepscope.attention import cost
 from stepscope.attention.cost import AttentionShape
-from stepscope.attention.registry import implementation
+from stepscope.attention.registry import AUTO, implementation
 from stepscope.errors import UsageError
 from stepscope.model.config import PRECISIONS, precision
 from stepscope.records.schema import Quantity
@@ -214,8 +214,13 @@ class AttentionStep(Subject):
 
     def refusal(self) -> str | None:
         """Return why the implementation does not support these tensors, or None."""
-        refuses = implementation(self.workload.attention).refuses
-        return refuses(self.q, self.k, self.v, self.workload.causal, None, None, self.rules)
+        from stepscope.attention.call import AttentionCall
+
+        name = self.workload.attention
+        if name == AUTO:
+            return None
+        call = AttentionCall(self.q, self.k, self.v, self.workload.causal, rules=self.rules)
+        return implementation(name).load().refuses(call)
 
     def flops(self) -> int:
         """FLOPs of the workload, those of visible pairs if a rule hides some."""

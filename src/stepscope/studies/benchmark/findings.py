@@ -268,9 +268,20 @@ def _cpu_bound(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
         for record in row.done
         if (share := host_bound(record)) is not None
     ]
+    if not shares:
+        return
     records = [record for _, _, record in shares]
     bound = [row.name for share, row, _ in shares if share.bound]
     if not bound:
+        yield finding(
+            "benchmark.device-limits",
+            "No step is CPU-bound: none has an empty launch queue for most of its time.",
+            records,
+            {"steps": len(shares)},
+            tone="good"
+            if all(share.effect.below and is_steady(record) for share, _, record in shares)
+            else "info",
+        )
         return
     names = some(list(dict.fromkeys(bound)))
     shown = [share.effect for share, _, _ in shares if share.effect.above]

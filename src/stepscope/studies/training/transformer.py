@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from stepscope.model import cost
-from stepscope.model.checkpointing import NONE
+import msgspec
+
 from stepscope.model.config import precision
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.host_memory import refuse_beyond_host_memory
 from stepscope.studies.training.flags import WITHIN_BACKWARD
+from stepscope.studies.training.plans import prediction_for
 from stepscope.studies.training.subject import TrainingStep
 from stepscope.studies.training.workload import Workload
 
@@ -99,20 +100,11 @@ class TransformerStep(TrainingStep):
 
     @staticmethod
     def _refuse_what_cannot_fit(workload: Workload, device: Device) -> None:
-        needed = cost.minimum_bytes(
-            workload.model(),
-            workload.batch,
-            workload.context,
-            precision(workload.dtype),
-            workload.mode,
-            workload.attention,
-            device.kind,
-            checkpointed=workload.checkpoint != NONE,
-        )
-        if workload.fuses_loss:
-            # Counted above as if all logits were materialized.
-            needed -= workload.batch * workload.context * workload.model().vocab * 4
-        refuse_beyond_host_memory(needed, device)
+        if device.kind == "cpu":
+            eager = msgspec.structs.replace(workload, compile="no", compile_mode="default")
+            predicted = prediction_for(eager, "cpu")
+            if predicted is not None:
+                refuse_beyond_host_memory(predicted.peak.allocated, device)
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
