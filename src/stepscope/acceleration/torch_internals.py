@@ -3,8 +3,10 @@ a new version of torch. Tested with 2.11 and 2.13."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,6 +87,43 @@ def why_not_retraced(module: GraphModule) -> str | None:
     return None
 
 
+class Break(NamedTuple):
+    """What Dynamo could not trace: the graph ends before it."""
+
+    line: str
+    reason: str
+
+
+def break_of(module: GraphModule) -> Break | None:
+    """Return what ended a graph before the end of the function, if anything did."""
+    why = getattr(module, "compile_subgraph_reason", None)
+    if why is None or not why.graph_break:
+        return None
+    user = [f for f in why.user_stack if "/torch/" not in f.filename]
+    line = f"{user[-1].filename}:{user[-1].lineno}" if user else ""
+    lines = [x.strip() for x in str(why.reason).splitlines() if x.strip()]
+    told = next((x for x in lines if x.startswith("Explanation:")), lines[0] if lines else "")
+    return Break(line, told.removeprefix("Explanation:").strip())
+
+
+_numbers = itertools.count()
+
+
+def compiled_apart(
+    function: Callable[..., Any], backend: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Compile a function apart from every other compilation of it: Dynamo's cache, its guards and
+    the limit of its recompilations belong to a code object."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    assert isinstance(run, FunctionType)
+    run.__code__ = run.__code__.replace(co_name=f"run_{next(_numbers)}")
+    compiled: Callable[..., Any] = torch.compile(run, backend=backend)
+    return compiled
+
+
 def module_path(node: Node) -> list[tuple[str, Any]]:
     """Return the modules that called an operator, from the outermost: path and class."""
     stack = node.meta.get("nn_module_stack") or {}
@@ -140,3 +179,12 @@ def _aliased(node: Node, *, writes: bool) -> list[Node]:
         found += [x for x in (given if isinstance(given, list | tuple) else [given])
                   if isinstance(x, Node)]  # fmt: skip
     return found
+
+
+def group_store() -> tuple[Any, int]:
+    """Return the store of the process group (None: there is none), and the rank."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None, 0
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store(), torch.distributed.get_rank()

@@ -1,0 +1,381 @@
+"""Runs the training calls of a model through the graph backend, if that is the same and faster.
+
+    Dynamo + passes -> compared with the original -> timed against it in real steps -> kept or left
+
+`Compilation` is what `accelerate(model, compile=True)` sets up: the forward of the model, and the
+loss of a `TrainStep`, which is traced together with the model, are `CompiledFunction`s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from stepscope.acceleration.backend import PASSES as ALL_PASSES
+from stepscope.acceleration.backend import GraphReport, Graphs
+from stepscope.acceleration.checks import difference
+from stepscope.acceleration.choice import (
+    AS_IT_IS,
+    PASSES,
+    PLAIN,
+    Choice,
+    clock_of,
+    digest_of,
+)
+from stepscope.acceleration.forward_registry import add_layer
+from stepscope.acceleration.replacement import Left
+from stepscope.acceleration.torch_internals import compiled_apart
+from stepscope.torch_tools.capturing import is_capturing
+from stepscope.torch_tools.derivatives import transforms_active
+from stepscope.torch_tools.module_hooks import has_global_hooks
+from stepscope.version import __version__
+
+PIECE = "compile"
+_MAX_COMPARISONS = 16
+"""Comparisons of one function: lengths may change in every call."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_COMPILATIONS: weakref.WeakKeyDictionary[nn.Module, Compilation] = weakref.WeakKeyDictionary()
+
+
+def compilation_of(model: nn.Module) -> Compilation | None:
+    """Return what `accelerate` set up for a model, if it was accelerated with `compile`."""
+    return _COMPILATIONS.get(model)
+
+
+class Compilation:
+    """A model whose training calls run through the graph backend, until `undo()`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        owner: object,
+        options: Mapping[str, Any],
+        dtype: torch.dtype | None = None,
+        exclude: Iterable[str | type[nn.Module]] = (),
+    ) -> None:
+        self.model, self.dtype = model, dtype
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        patterns = tuple(exclude)
+        self._form = options.get("form")
+        self._options = {name: x for name, x in options.items() if name != "form"}
+        self.passes = tuple(x for x in ALL_PASSES if x not in patterns)
+        self.functions: list[CompiledFunction] = []
+        self._suspended = False
+        self._layers = [add_layer(model, self._call, owner)]
+        self._layers += [
+            _uncompiled(module, owner)
+            for name, module in model.named_modules()
+            if module is not model and _matches(name, type(module), patterns)
+        ]
+        self._forward = self.function(self._layers[0].below, (False,))
+        _COMPILATIONS[model] = self
+
+    def function(self, run: Callable[..., Any], graphs: Iterable[bool]) -> CompiledFunction:
+        """Return a function that runs the model, to be compiled with it. `graphs` are the kinds of
+        steps to choose from: with CUDA graphs or without."""
+        made = CompiledFunction(self, run, graphs)
+        self.functions.append(made)
+        return made
+
+    def graphs(self, **options: Any) -> Graphs:
+        return Graphs(**(self._options | options))
+
+    @property
+    def fixed_form(self) -> str | None:
+        """The form that was asked for: it is not chosen by time then."""
+        return self._form
+
+    def undo(self) -> None:
+        for layer in self._layers:
+            layer.remove()
+        _COMPILATIONS.pop(self.model, None)
+        self.functions.clear()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Run the forward as it is: a function that contains it is compiled, or runs as it is."""
+        before, self._suspended = self._suspended, True
+        try:
+            yield
+        finally:
+            self._suspended = before
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        del module
+        if torch.compiler.is_compiling() or self._suspended:
+            return self._layers[0].below(*args, **kwargs)
+        with self.autocast():
+            if not torch.is_grad_enabled():
+                return self._layers[0].below(*args, **kwargs)
+            self._forward.begin(args, kwargs)
+            return self._forward(*args, **kwargs)
+
+    @property
+    def left(self) -> list[Left]:
+        return list(dict.fromkeys(x for one in self.functions for x in one.left))
+
+    def lines(self) -> list[str]:
+        """Describe what runs, for the report."""
+        used = [one for one in self.functions if one.is_used] or self.functions[:1]
+        return [line for one in used for line in one.lines()]
+
+
+class CompiledFunction:
+    """A function that calls the model, in the form that `begin` chose."""
+
+    def __init__(
+        self, compilation: Compilation, run: Callable[..., Any], graphs: Iterable[bool]
+    ) -> None:
+        self._owner, self._run = compilation, run
+        self._passes = compilation.passes
+        self._variants: dict[tuple[Any, ...], tuple[Callable[..., Any], Graphs]] = {}
+        self._compared: set[object] = set()
+        self._comparisons = 0
+        self._seconds = 0.0
+        self._fingerprint: object = None
+        self._left: list[Left] = []
+        self._inputs: Any = ((), {})
+        self.kind = compilation.fixed_form or AS_IT_IS
+        self.refused = ""
+        """Why the function runs as it is."""
+        self.is_used = False
+        self.choice = Choice(graphs, clock_of(compilation.device), self._key)
+
+    def begin(self, *inputs: Any) -> bool:
+        """Choose the form of the step that begins; return whether it is to be a CUDA graph."""
+        self.is_used = True
+        if self._owner.fixed_form is not None:
+            return True
+        self._inputs = inputs
+        form = self.choice.begin(sum(x.numel() for x in _tensors(inputs)))
+        self._inputs = ()
+        self.kind = form.kind
+        return form.graph
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.kind == AS_IT_IS or self.refused or self._must_run_as_it_is():
+            return self._as_it_is(*args, **kwargs)
+        if not is_capturing() and self._is_new(args, kwargs):
+            self._compare(args, kwargs)
+            if self.refused:
+                return self._as_it_is(*args, **kwargs)
+        return self._variant()(*args, **kwargs)
+
+    def _as_it_is(self, *args: Any, **kwargs: Any) -> Any:
+        with self._owner.suspended():
+            return self._run(*args, **kwargs)
+
+    def _must_run_as_it_is(self) -> bool:
+        """Return whether this call has what Dynamo's guards do not see: hooks that were added
+        later, hooks of all modules, and classes whose forward was patched."""
+        if has_global_hooks() or transforms_active():
+            return True
+        present = fingerprint(self._owner.model)
+        if self._fingerprint is None:
+            self._fingerprint = present
+            if present.hooks:
+                self._refuse("modules have hooks, which the comparison would call")
+                return True
+        if present == self._fingerprint:
+            return False
+        self._leave(
+            Left(PIECE, "", "hooks or forwards of classes changed after it was compiled; "
+                 "calls with them run as it is")
+        )  # fmt: skip
+        return True
+
+    def _variant(self, **options: Any) -> Callable[..., Any]:
+        """Return the compiled function with the present passes, compiled in its first call."""
+        passes = self._passes if self.kind == PASSES else ()
+        settings = {"passes": passes, "regions": self.kind == PASSES} | options
+        key = tuple(settings.items())
+        if key not in self._variants:
+            graphs = self._owner.graphs(**settings)
+            self._variants[key] = compiled_apart(self._run, graphs), graphs
+        compiled, _ = self._variants[key]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._owner.suspended():
+                return compiled(*args, **kwargs)
+
+        return run
+
+    # Comparison
+
+    def _is_new(self, args: Any, kwargs: Any) -> bool:
+        """Return whether the call is the first of its kind, or the first after a compilation."""
+        kind = (self.kind, self._owner.model.training, *map(_bucket, tree_leaves((args, kwargs))))
+        known = {kind, (self.kind, self._compilations())}
+        is_new = not known <= self._compared
+        self._compared |= known
+        return is_new and self._comparisons < _MAX_COMPARISONS
+
+    def _compilations(self) -> int:
+        return sum(len(graphs.reports) for _, graphs in self._variants.values())
+
+    def _compare(self, args: Any, kwargs: Any) -> None:
+        """Compare with the original; take out the pass that makes it differ."""
+        began = time.perf_counter()
+        self._comparisons += 1
+        why = self._difference(args, kwargs)
+        if why and self.kind == PASSES:
+            self._take_out(why, args, kwargs)
+        elif why:
+            self._refuse(why)
+        self._compared.add((self.kind, self._compilations()))
+        self._seconds += time.perf_counter() - began
+
+    def _take_out(self, why: str, args: Any, kwargs: Any) -> None:
+        applied = {x.name for _, report in self._reports() for x in report.applied}
+        present = self._passes
+        suspects = [(name,) for name in present if name in applied]
+        for suspect in [*suspects, present] if len(suspects) > 1 else suspects:
+            self._passes = tuple(name for name in present if name not in suspect)
+            if not self._difference(args, kwargs):
+                for name in suspect:
+                    self._leave(Left(name, "", why))
+                return
+        self._passes = present
+        self._refuse(why)
+
+    def _difference(self, args: Any, kwargs: Any) -> str:
+        draws_numbers = False
+
+        def original(*args: Any, **kwargs: Any) -> Any:
+            nonlocal draws_numbers
+            before = self._random_states()
+            output = self._as_it_is(*args, **kwargs)
+            after = self._random_states()
+            draws_numbers = not all(map(torch.equal, before, after))
+            return output
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            # Inductor draws other random numbers: its input is compared then.
+            options = {"compiler": "aot_eager"} if draws_numbers else {}
+            return self._variant(**options)(*args, **kwargs)
+
+        try:
+            return difference(self._owner.model, original, replaced, args, kwargs)
+        except torch.OutOfMemoryError:
+            return "there is not enough memory to compare it with the original"
+
+    def _random_states(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        if self._owner.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._owner.device))
+        return states
+
+    def _refuse(self, why: str) -> None:
+        self.refused = why
+        self._leave(Left(PIECE, "", why))
+        self.choice.leave_compiled()
+        self._variants.clear()
+
+    def _leave(self, left: Left) -> None:
+        if left not in self._left:
+            self._left.append(left)
+
+    # Report
+
+    def _reports(self) -> Iterator[tuple[str, GraphReport]]:
+        for key, (_, graphs) in self._variants.items():
+            for report in graphs.reports:
+                yield (PASSES if dict(key)["regions"] else PLAIN), report
+
+    @property
+    def left(self) -> list[Left]:
+        found = list(self._left)
+        for kind, report in self._reports():
+            if kind != PASSES:
+                continue
+            found += [Left(x.name, x.line, x.reason) for x in report.left]
+            if report.breaks is not None:
+                reason = f"Dynamo cannot trace it: {report.breaks.reason}"
+                found.append(Left(PIECE, report.breaks.line, reason))
+            if report.failure is not None:
+                found.append(Left(PIECE, "", f"compiled without passes: {report.failure}"))
+        return found
+
+    def lines(self) -> list[str]:
+        fixed = self._owner.fixed_form
+        lines = [f"form of the step   {self.choice if fixed is None else fixed}"]
+        applied: dict[tuple[str, str], int] = {}
+        for kind, report in self._reports():
+            for one in report.applied if kind == PASSES else ():
+                applied[one.name, one.what] = applied.get((one.name, one.what), 0) + 1
+        lines += [f"{name:<18} {count:>4} × {what}" for (name, what), count in applied.items()]
+        if self._comparisons:
+            lines.append(f"compared           {self._comparisons} ×, {self._seconds:.1f} s")
+        return lines
+
+    def _key(self) -> str:
+        """Return the name of the stored choice: by model, batch, device and versions."""
+        model, device = self._owner.model, self._owner.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        kinds = [(name, type(x).__qualname__) for name, x in model.named_modules()]
+        parameters = [
+            (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()
+        ]
+        batch = [(tuple(x.shape), x.dtype) for x in _tensors(self._inputs)]
+        autocast = torch.is_autocast_enabled(device.type), self._owner.dtype
+        versions = torch.__version__, __version__
+        return digest_of(name, kinds, parameters, batch, autocast, versions, self.choice.graphs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """What decides a call of a model and what Dynamo's guards do not see."""
+
+    hooks: tuple[int, ...]
+    forwards: frozenset[Any]
+
+
+def fingerprint(model: nn.Module) -> Fingerprint:
+    hooks: list[int] = []
+    kinds = set()
+    for module in model.modules():
+        kinds.add(type(module))
+        attributes = vars(module)
+        for name in _HOOKS:
+            if attributes[name]:
+                hooks += attributes[name]
+    return Fingerprint(tuple(hooks), frozenset((kind, kind.forward) for kind in kinds))
+
+
+def _bucket(leaf: Any) -> object:
+    """Return what calls have in common that one comparison is for: lengths by powers of two."""
+    if isinstance(leaf, Tensor):
+        return (leaf.dtype, *(int(n).bit_length() for n in leaf.shape))
+    return leaf if isinstance(leaf, bool | str | None) else type(leaf)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def _matches(name: str, kind: type, patterns: tuple[str | type[nn.Module], ...]) -> bool:
+    return any(
+        issubclass(kind, one) if isinstance(one, type) else fnmatchcase(name, one)
+        for one in patterns
+    )
+
+
+def _uncompiled(module: nn.Module, owner: object) -> Any:
+    """Let a module run uncompiled."""
+    run = torch.compiler.disable(lambda _, *args, **kwargs: layer.below(*args, **kwargs))
+    layer = add_layer(module, run, owner)
+    return layer
