@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import GraphModule
@@ -34,8 +34,6 @@ class GraphReport:
     outcomes: tuple[Outcome, ...] = ()
     failure: str | None = None
     """Why the graph was compiled as it is."""
-    breaks: torch_internals.Break | None = None
-    """What ended the graph before the end of the function."""
 
     @property
     def applied(self) -> tuple[Applied, ...]:
@@ -52,7 +50,6 @@ class GraphReport:
         lines = [f"{regions.count} regions, {regions.compiled} of them compiled"]
         lines += [f"{x.name}: {x.what} ({x.line or 'no line'})" for x in self.applied]
         lines += [f"{x.name} left: {x.reason} ({x.line or 'no line'})" for x in self.left]
-        lines += [f"the graph ends: {x.reason} ({x.line})" for x in [self.breaks] if x]
         return "\n".join(lines)
 
 
@@ -87,6 +84,7 @@ class Graphs:
 
     def __init__(self, **options: Any) -> None:
         self._options = _checked(options)
+        self.passes = _names(options)
         self.reports: list[GraphReport] = []
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> torch_internals.Compiled:
@@ -99,7 +97,6 @@ def compiled_graph(
     module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]
 ) -> tuple[torch_internals.Compiled, GraphReport]:
     """Compile one graph, and return what became of it too."""
-    breaks = torch_internals.break_of(module)
     compile_region = _COMPILERS[options.get("compiler", "inductor")]
     failure = torch_internals.why_not_retraced(module)
     if failure is None:
@@ -110,7 +107,6 @@ def compiled_graph(
             failure = f"{type(error).__name__}: {error}"
     if failure is not None:
         compiled, report = compile_region(module, inputs), GraphReport(failure=failure)
-    report = replace(report, breaks=breaks)
     _reports.latest.append(report)
     _log.info("%s", report)
     return compiled, report
@@ -121,9 +117,7 @@ def _rewritten(
 ) -> tuple[torch_internals.Compiled, GraphReport]:
     fakes = torch_internals.fake_inputs(module, inputs)
     traced = torch_internals.retraced(module, fakes)
-    passes = options.get("passes", True)
-    names = (PASSES if passes else ()) if isinstance(passes, bool) else passes
-    outcomes = tuple(run_passes(traced, options.get("kernels"), names))
+    outcomes = tuple(run_passes(traced, options.get("kernels"), _names(options)))
     if options.get("regions", True):
         compiled, regions = compile_regions(traced, fakes, compile_region)
     else:
@@ -132,12 +126,22 @@ def _rewritten(
     return compiled, GraphReport(regions, outcomes)
 
 
+def _names(options: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of the passes to run."""
+    passes = options.get("passes", True)
+    if isinstance(passes, bool):
+        return PASSES if passes else ()
+    return tuple(passes)
+
+
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in _OPTIONS:
             raise UsageError(
                 f"the backend has no option {name!r}", f"options: {', '.join(_OPTIONS)}"
             )
+    if unknown := set(_names(options)) - set(PASSES):
+        raise UsageError(f"passes={sorted(unknown)}", f"names: {', '.join(PASSES)}")
     compiler = options.get("compiler", "inductor")
     if compiler not in _COMPILERS:
         raise UsageError(f"compiler={compiler!r}", f"one of {', '.join(_COMPILERS)}")

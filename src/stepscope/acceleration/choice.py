@@ -146,8 +146,9 @@ class Choice:
         if self.is_stored:
             return f"{self.chosen}, as an earlier run chose"
         times = "; ".join(f"{one}: {ms:.4g} ms" for one, ms in sorted(self.times.items()))
+        found = ": no other is faster" if self.chosen.kind == AS_IT_IS and not self._is_left else ""
         why = f" ({times}; the trial took {self.seconds:.1f} s)" if self.times else ""
-        return f"{self.chosen}{why}"
+        return f"{self.chosen}{found}{why}"
 
     def _end_candidate(self) -> None:
         """Record the times of a candidate that has had all of its steps."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from stepscope.acceleration.backend import PASSES as ALL_PASSES
 from stepscope.acceleration.backend import GraphReport, Graphs
 from stepscope.acceleration.checks import difference
 from stepscope.acceleration.choice import (
@@ -31,9 +29,10 @@ from stepscope.acceleration.choice import (
     clock_of,
     digest_of,
 )
-from stepscope.acceleration.forward_registry import add_layer
+from stepscope.acceleration.forward_registry import add_layer, layer_owners
 from stepscope.acceleration.replacement import Left
-from stepscope.acceleration.torch_internals import compiled_apart
+from stepscope.acceleration.torch_internals import compiled_apart, graph_breaks
+from stepscope.errors import UsageError
 from stepscope.torch_tools.capturing import is_capturing
 from stepscope.torch_tools.derivatives import transforms_active
 from stepscope.torch_tools.module_hooks import has_global_hooks
@@ -43,12 +42,13 @@ PIECE = "compile"
 _MAX_COMPARISONS = 16
 """Comparisons of one function: lengths may change in every call."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_COMPILATIONS: weakref.WeakKeyDictionary[nn.Module, Compilation] = weakref.WeakKeyDictionary()
+FORMS = (AS_IT_IS, PLAIN, PASSES)
 
 
 def compilation_of(model: nn.Module) -> Compilation | None:
     """Return what `accelerate` set up for a model, if it was accelerated with `compile`."""
-    return _COMPILATIONS.get(model)
+    found = (getattr(owner, "compilation", None) for owner in layer_owners(model))
+    return next((one for one in found if one is not None and one.model is model), None)
 
 
 class Compilation:
@@ -65,9 +65,13 @@ class Compilation:
         self.model, self.dtype = model, dtype
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         patterns = tuple(exclude)
-        self._form = options.get("form")
+        self.fixed_form: str | None = options.get("form")
+        """The form that was asked for: it is not chosen by time then."""
+        if self.fixed_form not in (None, *FORMS):
+            raise UsageError(f"form={self.fixed_form!r}", f"one of: {', '.join(FORMS)}")
         self._options = {name: x for name, x in options.items() if name != "form"}
-        self.passes = tuple(x for x in ALL_PASSES if x not in patterns)
+        passes = self.graphs().passes
+        self.passes = tuple(name for name in passes if name not in patterns)
         self.functions: list[CompiledFunction] = []
         self._suspended = False
         self._layers = [add_layer(model, self._call, owner)]
@@ -77,7 +81,6 @@ class Compilation:
             if module is not model and _matches(name, type(module), patterns)
         ]
         self._forward = self.function(self._layers[0].below, (False,))
-        _COMPILATIONS[model] = self
 
     def function(self, run: Callable[..., Any], graphs: Iterable[bool]) -> CompiledFunction:
         """Return a function that runs the model, to be compiled with it. `graphs` are the kinds of
@@ -89,15 +92,9 @@ class Compilation:
     def graphs(self, **options: Any) -> Graphs:
         return Graphs(**(self._options | options))
 
-    @property
-    def fixed_form(self) -> str | None:
-        """The form that was asked for: it is not chosen by time then."""
-        return self._form
-
     def undo(self) -> None:
         for layer in self._layers:
             layer.remove()
-        _COMPILATIONS.pop(self.model, None)
         self.functions.clear()
 
     @contextmanager
@@ -156,7 +153,7 @@ class CompiledFunction:
         self.choice = Choice(graphs, clock_of(compilation.device), self._key)
 
     def begin(self, *inputs: Any) -> bool:
-        """Choose the form of the step that begins; return whether it is to be a CUDA graph."""
+        """Choose the form of the step that begins; return whether it may be a CUDA graph."""
         self.is_used = True
         if self._owner.fixed_form is not None:
             return True
@@ -164,7 +161,7 @@ class CompiledFunction:
         form = self.choice.begin(sum(x.numel() for x in _tensors(inputs)))
         self._inputs = ()
         self.kind = form.kind
-        return form.graph
+        return form.graph or len(self.choice.graphs) == 1
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.kind == AS_IT_IS or self.refused or self._must_run_as_it_is():
@@ -229,9 +226,13 @@ class CompiledFunction:
 
     def _compare(self, args: Any, kwargs: Any) -> None:
         """Compare with the original; take out the pass that makes it differ."""
-        began = time.perf_counter()
+        began, known = time.perf_counter(), len(graph_breaks())
         self._comparisons += 1
         why = self._difference(args, kwargs)
+        for one in graph_breaks()[known:]:
+            self._leave(Left(PIECE, one.line, f"Dynamo cannot trace it: {one.reason}"))
+        if not (why or self._compilations()):
+            why = "Dynamo makes no graph of it"
         if why and self.kind == PASSES:
             self._take_out(why, args, kwargs)
         elif why:
@@ -303,9 +304,6 @@ class CompiledFunction:
             if kind != PASSES:
                 continue
             found += [Left(x.name, x.line, x.reason) for x in report.left]
-            if report.breaks is not None:
-                reason = f"Dynamo cannot trace it: {report.breaks.reason}"
-                found.append(Left(PIECE, report.breaks.line, reason))
             if report.failure is not None:
                 found.append(Left(PIECE, "", f"compiled without passes: {report.failure}"))
         return found

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from stepscope.acceleration.passes.matching import memory_of
+from stepscope.acceleration.passes.matching import is_tensor, memory_of, value_of
 from stepscope.acceleration.torch_internals import (
     ENTERS_AUTOCAST,
     EXITS_AUTOCAST,
@@ -78,7 +78,7 @@ def _returned_and_read(module: GraphModule) -> set[Node]:
     return {
         node
         for node in output.all_input_nodes
-        if len(node.users) > 1 and getattr(node.meta.get("val"), "requires_grad", False)
+        if len(node.users) > 1 and is_tensor(node) and value_of(node).is_floating_point()
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dynamo import output_graph
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
 from torch.amp import autocast_mode
@@ -88,30 +89,29 @@ def why_not_retraced(module: GraphModule) -> str | None:
 
 
 class Break(NamedTuple):
-    """What Dynamo could not trace: the graph ends before it."""
+    """What Dynamo could not trace: a graph ends there, or there is none."""
 
     line: str
     reason: str
 
 
-def break_of(module: GraphModule) -> Break | None:
-    """Return what ended a graph before the end of the function, if anything did."""
-    why = getattr(module, "compile_subgraph_reason", None)
-    if why is None or not why.graph_break:
-        return None
-    user = [f for f in why.user_stack if "/torch/" not in f.filename]
+def graph_breaks() -> list[Break]:
+    """Return what Dynamo could not trace so far, in this process."""
+    return [_break(one) for one in output_graph.graph_break_reasons]
+
+
+def _break(why: Any) -> Break:
+    user = [frame for frame in why.user_stack if "/torch/" not in frame.filename]
     line = f"{user[-1].filename}:{user[-1].lineno}" if user else ""
     lines = [x.strip() for x in str(why.reason).splitlines() if x.strip()]
-    told = next((x for x in lines if x.startswith("Explanation:")), lines[0] if lines else "")
-    return Break(line, told.removeprefix("Explanation:").strip())
+    explained = next((x for x in lines if x.startswith("Explanation:")), lines[0] if lines else "")
+    return Break(line, explained.removeprefix("Explanation:").strip())
 
 
 _numbers = itertools.count()
 
 
-def compiled_apart(
-    function: Callable[..., Any], backend: Callable[..., Any]
-) -> Callable[..., Any]:
+def compiled_apart(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function apart from every other compilation of it: Dynamo's cache, its guards and
     the limit of its recompilations belong to a code object."""
 

@@ -177,15 +177,15 @@ class TrainStep:
         if compilation is not self._compilation:
             self._compilation, self._compiled = compilation, None
             if compilation is not None:
-                on_gpu = compilation.device.type == "cuda"
-                graphs = {"on": (True,), "off": (False,)}.get(self._graph, (True, False))
-                self._compiled = compilation.function(self._loss_of, graphs if on_gpu else (False,))
+                both = self._graph == "auto" and compilation.device.type == "cuda"
+                graphs = (True, False) if both else (self._graph == "on",)
+                self._compiled = compilation.function(self._loss_of, graphs)
         kind, graph = "", self._graph != "off"
         if self._compiled is not None and self._pending:
             kind, graph = self._form
         elif self._compiled is not None:
             with self._autocast():
-                graph = self._compiled.begin(batch) and graph
+                graph &= self._compiled.begin(batch)
             kind = self._compiled.kind
         if (kind, graph) != self._form:
             # The graph of another form would keep its memory.
@@ -200,7 +200,7 @@ class TrainStep:
     def explain(self) -> str:
         """Say whether the step is captured and where parameters are updated, and why not in the
         graph or in the backward pass."""
-        eager = 'eager: graph="off"' if self._graph == "off" else "eager: it was faster"
+        eager = 'eager: graph="off"' if self._graph == "off" else "eager: it was as fast"
         parts = [self.captured.explain() if self._form[1] else eager]
         if self._after_backward:
             parts.append(f"the update follows the backward pass: {self._after_backward}")
