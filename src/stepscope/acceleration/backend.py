@@ -14,7 +14,7 @@ from stepscope.acceleration import torch_internals
 from stepscope.acceleration.passes import attention, head_loss
 from stepscope.acceleration.passes.matching import Applied, Left, Outcome
 from stepscope.acceleration.regions import ONE_REGION, Regions, compile_regions
-from stepscope.errors import UsageError
+from stepscope.errors import UsageError, one_line
 
 _log = logging.getLogger(__name__)
 _COMPILERS = {
@@ -104,7 +104,7 @@ def compiled_graph(
             compiled, report = _rewritten(module, inputs, options, compile_region)
         except Exception as error:
             # What cannot be traced again, rewritten or split is compiled as Dynamo gave it.
-            failure = f"{type(error).__name__}: {error}"
+            failure = one_line(error)
     if failure is not None:
         compiled, report = compile_region(module, inputs), GraphReport(failure=failure)
     _reports.latest.append(report)

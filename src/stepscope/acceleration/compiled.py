@@ -8,7 +8,6 @@ loss of a `TrainStep`, which is traced together with the model, are `CompiledFun
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -69,9 +68,8 @@ class Compilation:
         """The form that was asked for: it is not chosen by time then."""
         if self.fixed_form not in (None, *FORMS):
             raise UsageError(f"form={self.fixed_form!r}", f"one of: {', '.join(FORMS)}")
-        self._options = {name: x for name, x in options.items() if name != "form"}
-        passes = self.graphs().passes
-        self.passes = tuple(name for name in passes if name not in patterns)
+        self.options = {name: x for name, x in options.items() if name != "form"}
+        self.passes = tuple(name for name in Graphs(**self.options).passes if name not in patterns)
         self.functions: list[CompiledFunction] = []
         self._suspended = False
         self._layers = [add_layer(model, self._call, owner)]
@@ -88,9 +86,6 @@ class Compilation:
         made = CompiledFunction(self, run, graphs)
         self.functions.append(made)
         return made
-
-    def graphs(self, **options: Any) -> Graphs:
-        return Graphs(**(self._options | options))
 
     def undo(self) -> None:
         for layer in self._layers:
@@ -143,7 +138,8 @@ class CompiledFunction:
         self._compared: set[object] = set()
         self._comparisons = 0
         self._seconds = 0.0
-        self._fingerprint: object = None
+        self._hooks: tuple[int, ...] | None = None
+        self._forwards: dict[type, Any] = {}
         self._left: list[Left] = []
         self._inputs: Any = ((), {})
         self.kind = compilation.fixed_form or AS_IT_IS
@@ -181,13 +177,18 @@ class CompiledFunction:
         later, hooks of all modules, and classes whose forward was patched."""
         if has_global_hooks() or transforms_active():
             return True
-        present = fingerprint(self._owner.model)
-        if self._fingerprint is None:
-            self._fingerprint = present
-            if present.hooks:
+        modules = list(self._owner.model.modules())
+        hooks = tuple(hook for one in modules for name in _HOOKS for hook in vars(one)[name])
+        if self._hooks is None:
+            self._hooks = hooks
+            if hooks:
                 self._refuse("modules have hooks, which the comparison would call")
                 return True
-        if present == self._fingerprint:
+        # Dynamo guards the class of each module: another one is compiled with its present forward.
+        known = self._forwards
+        if hooks == self._hooks and all(
+            known.setdefault(kind, kind.forward) is kind.forward for kind in set(map(type, modules))
+        ):
             return False
         self._leave(
             Left(PIECE, "", "hooks or forwards of classes changed after it was compiled; "
@@ -198,10 +199,11 @@ class CompiledFunction:
     def _variant(self, **options: Any) -> Callable[..., Any]:
         """Return the compiled function with the present passes, compiled in its first call."""
         passes = self._passes if self.kind == PASSES else ()
-        settings = {"passes": passes, "regions": self.kind == PASSES} | options
+        fixed = {"passes": passes, "regions": self.kind == PASSES}
+        settings = self._owner.options | fixed | options
         key = tuple(settings.items())
         if key not in self._variants:
-            graphs = self._owner.graphs(**settings)
+            graphs = Graphs(**settings)
             self._variants[key] = compiled_apart(self._run, graphs), graphs
         compiled, _ = self._variants[key]
 
@@ -332,26 +334,6 @@ class CompiledFunction:
         autocast = torch.is_autocast_enabled(device.type), self._owner.dtype
         versions = torch.__version__, __version__
         return digest_of(name, kinds, parameters, batch, autocast, versions, self.choice.graphs)
-
-
-@dataclasses.dataclass(frozen=True)
-class Fingerprint:
-    """What decides a call of a model and what Dynamo's guards do not see."""
-
-    hooks: tuple[int, ...]
-    forwards: frozenset[Any]
-
-
-def fingerprint(model: nn.Module) -> Fingerprint:
-    hooks: list[int] = []
-    kinds = set()
-    for module in model.modules():
-        kinds.add(type(module))
-        attributes = vars(module)
-        for name in _HOOKS:
-            if attributes[name]:
-                hooks += attributes[name]
-    return Fingerprint(tuple(hooks), frozenset((kind, kind.forward) for kind in kinds))
 
 
 def _bucket(leaf: Any) -> object:
