@@ -15,8 +15,10 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 
 import stepscope
+from fake_graphs import FakeGraphs
 from stepscope.acceleration import choice
 from stepscope.errors import UsageError
+from stepscope.optim import FusedAdamW
 
 VOCAB, WIDTH, HEADS = 24, 16, 2
 FIXED = {"compiler": "aot_eager", "form": "compiled with passes"}
@@ -444,6 +446,25 @@ def test_a_step_runs_in_the_fastest_form(monkeypatch: pytest.MonkeyPatch) -> Non
     losses, _ = trained(changed, 18)
     torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
     assert "compiled with passes (as it is: 10 ms; compiled with passes: 5 ms" in str(report)
+
+
+def test_a_captured_step_is_chosen_and_the_graphs_of_others_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from stepscope.acceleration import compiled
+
+    monkeypatch.setattr(choice, "SAMPLES", 2)
+    monkeypatch.setattr(compiled, "clock_of", lambda _: Scripted(5.0, 6.0, 9.0, 10.0))
+    losses = []
+    for compile in (False, {"compiler": "aot_eager"}):
+        model = Model()
+        optimizer = FusedAdamW(model.parameters(), lr=1e-2, capturable=True)
+        stepscope.accelerate(model, compile=compile)
+        step = stepscope.TrainStep(model, optimizer, backend=FakeGraphs(model, optimizer))
+        losses.append(torch.stack([step(ids_of(9, seed)) for seed in range(28)]))
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-2, atol=2e-2)
+    assert "compiled with passes, CUDA graph (as it is: 10 ms" in str(step)
+    assert step.captured.graphs == 1
 
 
 # What cannot be compiled, or differs

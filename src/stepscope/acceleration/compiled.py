@@ -310,9 +310,14 @@ class CompiledFunction:
                 found.append(Left(PIECE, "", f"compiled without passes: {report.failure}"))
         return found
 
+    def __str__(self) -> str:
+        """Return the form in which it runs, with the times by which it was chosen."""
+        if self.refused:
+            return AS_IT_IS
+        return self._owner.fixed_form or str(self.choice)
+
     def lines(self) -> list[str]:
-        fixed = self._owner.fixed_form
-        lines = [f"form of the step   {self.choice if fixed is None else fixed}"]
+        lines = [f"form of the step   {self}"]
         applied: dict[tuple[str, str], int] = {}
         for kind, report in self._reports():
             for one in report.applied if kind == PASSES else ():

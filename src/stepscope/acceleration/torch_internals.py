@@ -4,6 +4,7 @@ a new version of torch. Tested with 2.11 and 2.13."""
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -121,7 +122,16 @@ def compiled_apart(function: Callable[..., Any], backend: Callable[..., Any]) ->
     assert isinstance(run, FunctionType)
     run.__code__ = run.__code__.replace(co_name=f"run_{next(_numbers)}")
     compiled: Callable[..., Any] = torch.compile(run, backend=backend)
-    return compiled
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Warnings that are given once have been, when the model ran as it is; they end a graph.
+        once = {x for name, x in vars(logging.Logger).items() if name.endswith("_once")}
+        if not once:
+            return compiled(*args, **kwargs)
+        with torch._dynamo.config.patch(ignore_logger_methods=once):
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def module_path(node: Node) -> list[tuple[str, Any]]:

@@ -104,6 +104,7 @@ class TrainStep:
             on_failure=self._forget_scaling,
             backend=backend,
         )
+        self._has_backend = backend is not None
         self._plan: Plan | None = None
         self._in_backward: InBackwardAdamW | None = None
         self._eager_update: str | None = None
@@ -177,7 +178,8 @@ class TrainStep:
         if compilation is not self._compilation:
             self._compilation, self._compiled = compilation, None
             if compilation is not None:
-                both = self._graph == "auto" and compilation.device.type == "cuda"
+                capturable = self._has_backend or compilation.device.type == "cuda"
+                both = self._graph == "auto" and capturable
                 graphs = (True, False) if both else (self._graph == "on",)
                 self._compiled = compilation.function(self._loss_of, graphs)
         kind, graph = "", self._graph != "off"
@@ -202,6 +204,8 @@ class TrainStep:
         graph or in the backward pass."""
         eager = 'eager: graph="off"' if self._graph == "off" else "eager: it was as fast"
         parts = [self.captured.explain() if self._form[1] else eager]
+        if self._compiled is not None:
+            parts.append(f"the model and its loss: {self._compiled}")
         if self._after_backward:
             parts.append(f"the update follows the backward pass: {self._after_backward}")
         else:
