@@ -514,6 +514,7 @@ def test_a_pass_that_differs_is_taken_out(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(attention, "torch_attention", lambda *call: 2 * right(*call))
     same(original, changed, ids_of())
     assert [x.piece for x in report.left if "differ" in x.reason] == ["attention"]
+    assert "SDPA" not in str(report)
     assert "no logits" in str(report)
 
 

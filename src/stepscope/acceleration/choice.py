@@ -80,7 +80,7 @@ class _DeviceClock:
         self._marks: list[torch.cuda.Event] = []
 
     def mark(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._marks.append(event)
 
@@ -146,7 +146,11 @@ class Choice:
         if self.is_stored:
             return f"{self.chosen}, as an earlier run chose"
         times = "; ".join(f"{one}: {ms:.4g} ms" for one, ms in sorted(self.times.items()))
-        found = ": no other is faster" if self.chosen.kind == AS_IT_IS and not self._is_left else ""
+        found = (
+            ": no other is clearly faster"
+            if self.chosen.kind == AS_IT_IS and not self._is_left
+            else ""
+        )
         why = f" ({times}; the trial took {self.seconds:.1f} s)" if self.times else ""
         return f"{self.chosen}{found}{why}"
 

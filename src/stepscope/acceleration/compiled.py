@@ -28,7 +28,7 @@ from stepscope.acceleration.choice import (
     clock_of,
     digest_of,
 )
-from stepscope.acceleration.forward_registry import add_layer, layer_owners
+from stepscope.acceleration.forward_registry import Layer, add_layer, layer_owners
 from stepscope.acceleration.replacement import Left
 from stepscope.acceleration.torch_internals import compiled_apart, graph_breaks
 from stepscope.errors import UsageError
@@ -113,7 +113,8 @@ class Compilation:
         with self.autocast():
             if not torch.is_grad_enabled():
                 return self._layers[0].below(*args, **kwargs)
-            self._forward.begin(args, kwargs)
+            if not is_capturing():
+                self._forward.begin(args, kwargs)
             return self._forward(*args, **kwargs)
 
     @property
@@ -162,10 +163,9 @@ class CompiledFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.kind == AS_IT_IS or self.refused or self._must_run_as_it_is():
             return self._as_it_is(*args, **kwargs)
-        if not is_capturing() and self._is_new(args, kwargs):
-            self._compare(args, kwargs)
-            if self.refused:
-                return self._as_it_is(*args, **kwargs)
+        is_new = not is_capturing() and self._is_new(args, kwargs)
+        if is_new and not self._compared_as_equal(args, kwargs):
+            return self._as_it_is(*args, **kwargs)
         return self._variant()(*args, **kwargs)
 
     def _as_it_is(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,8 +186,9 @@ class CompiledFunction:
                 return True
         # Dynamo guards the class of each module: another one is compiled with its present forward.
         known = self._forwards
+        forwards = {type(one): type(one).forward for one in modules}
         if hooks == self._hooks and all(
-            known.setdefault(kind, kind.forward) is kind.forward for kind in set(map(type, modules))
+            known.setdefault(kind, forward) is forward for kind, forward in forwards.items()
         ):
             return False
         self._leave(
@@ -198,9 +199,7 @@ class CompiledFunction:
 
     def _variant(self, **options: Any) -> Callable[..., Any]:
         """Return the compiled function with the present passes, compiled in its first call."""
-        passes = self._passes if self.kind == PASSES else ()
-        fixed = {"passes": passes, "regions": self.kind == PASSES}
-        settings = self._owner.options | fixed | options
+        settings = self._settings(self.kind) | options
         key = tuple(settings.items())
         if key not in self._variants:
             graphs = Graphs(**settings)
@@ -212,6 +211,11 @@ class CompiledFunction:
                 return compiled(*args, **kwargs)
 
         return run
+
+    def _settings(self, kind: str) -> dict[str, Any]:
+        """Return the options of the backend for a form."""
+        passes = self._passes if kind == PASSES else ()
+        return self._owner.options | {"passes": passes, "regions": kind == PASSES}
 
     # Comparison
 
@@ -226,8 +230,9 @@ class CompiledFunction:
     def _compilations(self) -> int:
         return sum(len(graphs.reports) for _, graphs in self._variants.values())
 
-    def _compare(self, args: Any, kwargs: Any) -> None:
-        """Compare with the original; take out the pass that makes it differ."""
+    def _compared_as_equal(self, args: Any, kwargs: Any) -> bool:
+        """Compare with the original; take out the pass that makes it differ. Return whether what
+        remains is equal."""
         began, known = time.perf_counter(), len(graph_breaks())
         self._comparisons += 1
         why = self._difference(args, kwargs)
@@ -241,9 +246,11 @@ class CompiledFunction:
             self._refuse(why)
         self._compared.add((self.kind, self._compilations()))
         self._seconds += time.perf_counter() - began
+        return not self.refused
 
     def _take_out(self, why: str, args: Any, kwargs: Any) -> None:
-        applied = {x.name for _, report in self._reports() for x in report.applied}
+        compiled = [graphs for _, graphs in self._variants.values()]
+        applied = {x.name for one in compiled for report in one.reports for x in report.applied}
         present = self._passes
         suspects = [(name,) for name in present if name in applied]
         for suspect in [*suspects, present] if len(suspects) > 1 else suspects:
@@ -294,17 +301,16 @@ class CompiledFunction:
 
     # Report
 
-    def _reports(self) -> Iterator[tuple[str, GraphReport]]:
-        for key, (_, graphs) in self._variants.items():
-            for report in graphs.reports:
-                yield (PASSES if dict(key)["regions"] else PLAIN), report
+    @property
+    def _reports(self) -> list[GraphReport]:
+        """What became of the graphs that run with passes."""
+        _, graphs = self._variants.get(tuple(self._settings(PASSES).items()), (None, None))
+        return [] if graphs is None else graphs.reports
 
     @property
     def left(self) -> list[Left]:
         found = list(self._left)
-        for kind, report in self._reports():
-            if kind != PASSES:
-                continue
+        for report in self._reports:
             found += [Left(x.name, x.line, x.reason) for x in report.left]
             if report.failure is not None:
                 found.append(Left(PIECE, "", f"compiled without passes: {report.failure}"))
@@ -319,12 +325,13 @@ class CompiledFunction:
     def lines(self) -> list[str]:
         lines = [f"form of the step   {self}"]
         applied: dict[tuple[str, str], int] = {}
-        for kind, report in self._reports():
-            for one in report.applied if kind == PASSES else ():
+        for report in self._reports if self.kind == PASSES else ():
+            for one in report.applied:
                 applied[one.name, one.what] = applied.get((one.name, one.what), 0) + 1
         lines += [f"{name:<18} {count:>4} × {what}" for (name, what), count in applied.items()]
         if self._comparisons:
-            lines.append(f"compared           {self._comparisons} ×, {self._seconds:.1f} s")
+            seconds = f"{self._seconds:.1f} s with compilation"
+            lines.append(f"compared           {self._comparisons} ×, {seconds}")
         return lines
 
     def _key(self) -> str:
@@ -359,8 +366,12 @@ def _matches(name: str, kind: type, patterns: tuple[str | type[nn.Module], ...])
     )
 
 
-def _uncompiled(module: nn.Module, owner: object) -> Any:
+def _uncompiled(module: nn.Module, owner: object) -> Layer:
     """Let a module run uncompiled."""
-    run = torch.compiler.disable(lambda _, *args, **kwargs: layer.below(*args, **kwargs))
-    layer = add_layer(module, run, owner)
+
+    def run(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return layer.below(*args, **kwargs)
+
+    disable: Any = torch.compiler.disable
+    layer: Layer = add_layer(module, disable(run), owner)
     return layer

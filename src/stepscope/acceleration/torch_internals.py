@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo import output_graph
+from torch._dynamo import utils as dynamo_utils
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
 from torch.amp import autocast_mode
@@ -98,7 +98,7 @@ class Break(NamedTuple):
 
 def graph_breaks() -> list[Break]:
     """Return what Dynamo could not trace so far, in this process."""
-    return [_break(one) for one in output_graph.graph_break_reasons]
+    return [_break(one) for one in dynamo_utils.graph_break_reasons]
 
 
 def _break(why: Any) -> Break:
