@@ -146,11 +146,8 @@ class Choice:
         if self.is_stored:
             return f"{self.chosen}, as an earlier run chose"
         times = "; ".join(f"{one}: {ms:.4g} ms" for one, ms in sorted(self.times.items()))
-        found = (
-            ": no other is clearly faster"
-            if self.chosen.kind == AS_IT_IS and not self._is_left
-            else ""
-        )
+        kept = self.chosen.kind == AS_IT_IS and not self._is_left
+        found = ": no other is clearly faster" if kept else ""
         why = f" ({times}; the trial took {self.seconds:.1f} s)" if self.times else ""
         return f"{self.chosen}{found}{why}"
 
