@@ -119,7 +119,7 @@ def test_accelerate_chooses_the_form_of_a_captured_step(
         if options:
             reports.append(stepscope.accelerate(model, optimizer, compile=options))
         step = stepscope.TrainStep(model, optimizer, dtype=torch.bfloat16)
-        lengths = (128,) * 60 + (192,) * 6
+        lengths = (128,) * 80 + (192,) * 6
         losses.append(torch.stack([step(ids_of(n, s)).clone() for s, n in enumerate(lengths)]))
         assert list(model.state_dict()) == names
     for found in losses[1:]:

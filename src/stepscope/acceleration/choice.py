@@ -23,7 +23,7 @@ from stepscope.acceleration.torch_internals import group_store
 from stepscope.files import replace_file
 
 AS_IT_IS, PLAIN, PASSES = "as it is", "compiled", "compiled with passes"
-SAMPLES = 6
+SAMPLES = 8
 """Timed steps of each candidate."""
 _WARM_UP, _CAPTURE = 2, 5
 """Steps of a candidate before the timed ones: compilation, or warm-up and capture of a graph."""
@@ -225,7 +225,9 @@ class Choice:
 
 
 def _is_faster(times: list[float], others: list[float]) -> bool:
-    upper, lower = statistics.quantiles(times, n=4)[2], statistics.quantiles(others, n=4)[0]
+    # Inclusive: one step that waited for data does not move the quartiles of so few.
+    upper = statistics.quantiles(times, n=4, method="inclusive")[2]
+    lower = statistics.quantiles(others, n=4, method="inclusive")[0]
     return upper < lower and statistics.median(times) < _MARGIN * statistics.median(others)
 
 
