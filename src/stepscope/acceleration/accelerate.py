@@ -180,9 +180,9 @@ def _compile(
     report: Report,
 ) -> None:
     """Let training calls run through the graph backend."""
+    report.compilation = Compilation(model, report, options, dtype, patterns)
     _ACCELERATED.add(model)
     report.on_undo(lambda: _ACCELERATED.discard(model))
-    report.compilation = Compilation(model, report, options, dtype, patterns)
     report.on_undo(report.compilation.undo)
     if dtype is not None:
         report.notes.append(_autocast(dtype))
