@@ -42,7 +42,15 @@ COMPILED = ("compile-blocks", "compile", "compile-reduce-overhead")
 CUDNN = "-cudnn"
 """Ending of a form in which torch prefers cuDNN's attention."""
 PEERS = ("plain", *COMPILED, *(form + CUDNN for form in COMPILED), "liger")
-OURS = ("stepscope", "stepscope-eager", "stepscope-compiled-blocks", "stepscope-graph")
+BY_GRAPH: dict[str, Any] = {
+    "stepscope-compile": True,
+    "stepscope-compile-passes": {"form": "compiled with passes"},
+}
+"""Forms in which `accelerate` stands on the compiler's graph, with its argument `compile`: the form
+chosen by time, and the one with all passes."""
+OURS = (
+    "stepscope", "stepscope-eager", "stepscope-compiled-blocks", "stepscope-graph", *BY_GRAPH,
+)  # fmt: skip
 FORMS = (*PEERS, *OURS)
 LR = 3e-4
 LEARNED_TOKENS = 4096
@@ -53,6 +61,8 @@ LOSS_MEANS = 25
 """Steps of a mean in the recorded curves."""
 WARM_UP = 8
 """Steps before the first block: compilation, autotuning, warm-up and capture of graphs."""
+TRIAL = 72
+"""Steps before the first block of a form that is chosen by time: up to six candidates."""
 LEAD_IN = 3
 """Steps before a block is timed, of the same energy."""
 FULL = 0.85
@@ -156,7 +166,7 @@ class Bench:
     def _our_step(self, form: str) -> Callable[[Any], Tensor]:
         import stepscope
 
-        model, optimizer, loss_fn = self.our_model()
+        model, optimizer, loss_fn = self.our_model(BY_GRAPH.get(form, False))
         if form == "stepscope-compiled-blocks":
             _compile_blocks(model)
         return stepscope.TrainStep(
@@ -178,18 +188,21 @@ class Bench:
         )
         return stepscope.TrainStep(model, optimizer, loss_fn=loss, dtype=torch.bfloat16)
 
-    def our_model(self) -> tuple[nn.Module, torch.optim.Optimizer, LossFunction | None]:
-        """Create the model with our pieces: our own with its switches, others accelerated."""
+    def our_model(
+        self, compile: Any = False
+    ) -> tuple[nn.Module, torch.optim.Optimizer, LossFunction | None]:
+        """Create the model with our pieces: our own with its switches, others accelerated; or any
+        through the graph backend."""
         import stepscope
         from stepscope.optim import InBackwardAdamW
 
-        if self.row.family == "own":
+        if self.row.family == "own" and not compile:
             model = self.model(native=True)
             copies = model.copies
             return model, InBackwardAdamW(model.parameters(), lr=LR, copies=copies), None  # type: ignore[arg-type]
         model = self.model()
         optimizer = self._adamw(model)
-        stepscope.accelerate(model, optimizer)
+        stepscope.accelerate(model, optimizer, compile=compile)
         return model, optimizer, loss_function(self.row)
 
     def _adamw(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -258,7 +271,8 @@ class Built:
         self._run(1)
         synchronize(bench.device)
         self.first_step_s = time.perf_counter() - started
-        self._run(0 if bench.args.tiny else WARM_UP - 1)
+        warm_up = TRIAL if BY_GRAPH.get(form) is True else WARM_UP
+        self._run(0 if bench.args.tiny else warm_up - 1)
         synchronize(bench.device)
         self.build_s = time.perf_counter() - started
         if on_gpu:

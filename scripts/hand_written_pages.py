@@ -34,7 +34,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "Mean power from 95 % of the limit",
         "Above 2 % of unattributed time",
         "within 25 % of the program's own time",
-        "Up to 2 ms and 5 % of queued work",
         "the oldest update beyond 1 GiB",
     ),
     "docs/commands.md": ("its 95 % interval",),

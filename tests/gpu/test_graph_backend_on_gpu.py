@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,3 +104,48 @@ def test_a_captured_step_trains_as_an_eager_one() -> None:
         step = stepscope.TrainStep(model, optimizer, loss_fn=loss_fn, dtype=torch.bfloat16)
         losses.append(torch.stack([step(ids_of(128, seed)).clone() for seed in range(12)]))
     torch.testing.assert_close(losses[1], losses[0], atol=2e-2, rtol=0)
+
+
+def test_accelerate_chooses_the_form_of_a_captured_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    losses, reports = [], []
+    for options in (False, True, True, {"form": "compiled with passes"}):
+        torch._dynamo.reset()
+        model = Model().cuda()
+        names = list(model.state_dict())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        if options:
+            reports.append(stepscope.accelerate(model, optimizer, compile=options))
+        step = stepscope.TrainStep(model, optimizer, dtype=torch.bfloat16)
+        lengths = (128,) * 80 + (192,) * 6
+        losses.append(torch.stack([step(ids_of(n, s)).clone() for s, n in enumerate(lengths)]))
+        assert list(model.state_dict()) == names
+    for found in losses[1:]:
+        torch.testing.assert_close(found, losses[0], atol=2e-2, rtol=0)
+    chosen, stored, fixed = map(str, reports)
+    assert "the trial took" in chosen
+    assert "as an earlier run chose" in stored
+    assert "no logits" in fixed
+    assert "SDPA, causal, window 48" in fixed
+    assert step.captured.statistics.replayed
+    assert not [x for report in reports for x in report.left if "differ" in x.reason]
+
+
+def test_an_open_loop_of_a_compiled_model_trains_as_the_model() -> None:
+    torch._dynamo.reset()
+    original = Model().cuda()
+    changed = copy.deepcopy(original)
+    report = stepscope.accelerate(changed, compile={"form": "compiled with passes"})
+    for seed, length in enumerate((128, 128, 192, 192, 128)):
+        ids = ids_of(length, seed)
+        found = []
+        for model in (original, changed):
+            model.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(ids)
+            loss.backward()
+            found.append(loss.detach())
+        torch.testing.assert_close(found[1], found[0], atol=2e-2, rtol=0)
+    assert not [x for x in report.left if "differ" in x.reason]

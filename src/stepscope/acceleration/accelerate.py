@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.acceleration.checks import Alike
+from stepscope.acceleration.compiled import Compilation
 from stepscope.acceleration.forward_registry import add_layer, forward_below, layer_owners
 from stepscope.acceleration.own_classes import embeddings
 from stepscope.acceleration.patches import Patch
@@ -48,6 +49,8 @@ from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.torch_tools.module_hooks import without_global_hooks
 from stepscope.torch_tools.triton_available import is_interpreted
 
+COMPILE = False
+"""Default of `compile`: the graph has not been timed on a GPU against the replaced modules."""
 SDPA = "SDPA"
 """Name in `replaceable` of a model whose attention is switched to SDPA."""
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -79,6 +82,7 @@ def accelerate(
     sample: Any = None,
     dtype: torch.dtype | Recipe | str | None = None,
     exclude: Iterable[str | type[nn.Module]] = (),
+    compile: bool | Mapping[str, Any] = COMPILE,
 ) -> Report:
     """Replace parts of a model by fused kernels, in place, and return a report of the changes.
 
@@ -100,6 +104,12 @@ def accelerate(
     `dtype="fp8"`, or a `Recipe` of `stepscope.kernels.fp8`, uses bfloat16 autocast and FP8 GEMMs in
     the linear layers that gain from them; weights, gradients and the optimizer keep their dtypes.
     `report.fp8.override(pattern, recipe)` changes the choice for layers by name.
+
+    `compile=True` replaces no modules: training calls run through the graph backend, in the fastest
+    form that the first steps show, which may be the model as it is. A mapping has options of the
+    backend, and `form` ("as it is", "compiled" or "compiled with passes"), which is then not
+    chosen by time. A `TrainStep` compiles the model together with the loss. Modules in `exclude`
+    run uncompiled.
     """
     fp8 = Fp8Layers(None if dtype == FP8 else dtype) if _is_fp8(dtype) else None  # type: ignore[arg-type]
     compute = torch.bfloat16 if fp8 is not None else dtype
@@ -114,6 +124,8 @@ def accelerate(
             "DataParallel replicates the model in every call, without its fused kernels",
             "use DistributedDataParallel",
         )
+    if fp8 is not None and compile:
+        raise UsageError("FP8 layers replace modules", "use compile=False, or dtype=torch.bfloat16")
     if fp8 is not None:
         device = next((p.device for p in inner.parameters()), torch.device("cpu"))
         if reason := unavailable(device, fp8.recipe):
@@ -127,6 +139,12 @@ def accelerate(
     report = Report(type(inner).__name__)
     kinds = {parameter.device.type for parameter in inner.parameters()}
     report.on_cpu = kinds == {"cpu"} and not is_interpreted()
+    if compile and not _is_sharded(inner):
+        options = dict(compile) if isinstance(compile, Mapping) else {}
+        _compile(inner, optimizer, options, compute, patterns, report)
+        if sample is not None:
+            check_on(model, sample)
+        return report
     switch = getattr(inner, "set_fused", None)
     copies = inner.copies if switch is not None else WeightCopies(inner.parameters(), keep=False)
     assert isinstance(copies, WeightCopies)
@@ -151,6 +169,29 @@ def accelerate(
     if sample is not None:
         check_on(model, sample)
     return report
+
+
+def _compile(
+    model: nn.Module,
+    optimizer: Any,
+    options: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    patterns: tuple[str | type[nn.Module], ...],
+    report: Report,
+) -> None:
+    """Let training calls run through the graph backend."""
+    report.compilation = Compilation(model, report, options, dtype, patterns)
+    _ACCELERATED.add(model)
+    report.on_undo(lambda: _ACCELERATED.discard(model))
+    report.on_undo(report.compilation.undo)
+    if dtype is not None:
+        report.notes.append(_autocast(dtype))
+    if optimizer is not None:
+        _fuse(optimizer, None, report)
+
+
+def _autocast(dtype: torch.dtype) -> str:
+    return f"autocast           {str(dtype).removeprefix('torch.')}"
 
 
 def _require_known(model: nn.Module, patterns: tuple[str | type[nn.Module], ...]) -> None:
@@ -370,10 +411,10 @@ def _set_dtype(model: nn.Module, dtype: torch.dtype | None, report: Report) -> N
             return original(*args, **kwargs)
 
     report.on_undo(add_layer(model, forward, report).remove)
-    report.notes.append(f"autocast           {str(dtype).removeprefix('torch.')}")
+    report.notes.append(_autocast(dtype))
 
 
-def _fuse(optimizer: Any, copies: WeightCopies, report: Report) -> None:
+def _fuse(optimizer: Any, copies: WeightCopies | None, report: Report) -> None:
     from stepscope.acceleration.optimizer import fuse_optimizer
 
     update = fuse_optimizer(optimizer, copies)

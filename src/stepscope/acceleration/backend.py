@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import GraphModule
 
 from stepscope.acceleration import torch_internals
-from stepscope.acceleration.passes.attention import fuse_attention
-from stepscope.acceleration.passes.head_loss import fuse_head_and_loss
+from stepscope.acceleration.passes import attention, head_loss
 from stepscope.acceleration.passes.matching import Applied, Left, Outcome
 from stepscope.acceleration.regions import ONE_REGION, Regions, compile_regions
-from stepscope.errors import UsageError
+from stepscope.errors import UsageError, one_line
 
 _log = logging.getLogger(__name__)
 _COMPILERS = {
     "inductor": torch_internals.compile_with_inductor,
     "aot_eager": torch_internals.compile_with_aot_eager,
 }
+PASSES = (head_loss.NAME, attention.NAME)
 _OPTIONS = ("compiler", "kernels", "passes", "regions")
 _MAX_REPORTS = 64
 
@@ -71,29 +71,67 @@ def backend(
 ) -> torch_internals.Compiled:
     """Compile one graph of Dynamo's: the backend that `torch.compile` calls.
 
-    Options: `compiler` ("inductor" or "aot_eager"), `passes` (False: none), `regions` (False: one),
-    `kernels` (True or False: whether attention kernels are used, otherwise by device).
+    Options: `compiler` ("inductor" or "aot_eager"), `passes` (False: none, or names of `PASSES`),
+    `regions` (False: one), `kernels` (True or False: whether attention kernels are used, otherwise
+    by device).
     """
-    settings = _checked(options or {})
-    compile_region = _COMPILERS[settings.get("compiler", "inductor")]
-    if reason := torch_internals.why_not_retraced(module):
-        return _unchanged(module, inputs, compile_region, reason)
-    fakes = torch_internals.fake_inputs(module, inputs)
-    try:
-        traced = torch_internals.retraced(module, fakes)
-        outcomes = (
-            run_passes(traced, settings.get("kernels")) if settings.get("passes", True) else []
-        )
-        if settings.get("regions", True):
-            compiled, regions = compile_regions(traced, fakes, compile_region)
-        else:
-            leaves = [torch_internals.as_region_input(x) for x in fakes]
-            compiled, regions = compile_region(traced, leaves), ONE_REGION
-    except Exception as error:
-        # What cannot be traced again, rewritten or split is compiled as Dynamo gave it.
-        return _unchanged(module, inputs, compile_region, f"{type(error).__name__}: {error}")
-    _add(GraphReport(regions, tuple(outcomes)))
+    compiled, _ = compiled_graph(module, inputs, _checked(options or {}))
     return compiled
+
+
+class Graphs:
+    """The backend with fixed options, which collects what became of its graphs."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = _checked(options)
+        self.passes = _names(options)
+        self.reports: list[GraphReport] = []
+
+    def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> torch_internals.Compiled:
+        compiled, report = compiled_graph(module, inputs, self._options)
+        self.reports.append(report)
+        return compiled
+
+
+def compiled_graph(
+    module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]
+) -> tuple[torch_internals.Compiled, GraphReport]:
+    """Compile one graph, and return what became of it too."""
+    compile_region = _COMPILERS[options.get("compiler", "inductor")]
+    failure = torch_internals.why_not_retraced(module)
+    if failure is None:
+        try:
+            compiled, report = _rewritten(module, inputs, options, compile_region)
+        except Exception as error:
+            # What cannot be traced again, rewritten or split is compiled as Dynamo gave it.
+            failure = one_line(error)
+    if failure is not None:
+        compiled, report = compile_region(module, inputs), GraphReport(failure=failure)
+    _reports.latest.append(report)
+    _log.info("%s", report)
+    return compiled, report
+
+
+def _rewritten(
+    module: GraphModule, inputs: Sequence[Any], options: dict[str, Any], compile_region: Any
+) -> tuple[torch_internals.Compiled, GraphReport]:
+    fakes = torch_internals.fake_inputs(module, inputs)
+    traced = torch_internals.retraced(module, fakes)
+    outcomes = tuple(run_passes(traced, options.get("kernels"), _names(options)))
+    if options.get("regions", True):
+        compiled, regions = compile_regions(traced, fakes, compile_region)
+    else:
+        leaves = [torch_internals.as_region_input(x) for x in fakes]
+        compiled, regions = compile_region(traced, leaves), ONE_REGION
+    return compiled, GraphReport(regions, outcomes)
+
+
+def _names(options: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of the passes to run."""
+    passes = options.get("passes", True)
+    if isinstance(passes, bool):
+        return PASSES if passes else ()
+    return tuple(passes)
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
@@ -102,29 +140,24 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
             raise UsageError(
                 f"the backend has no option {name!r}", f"options: {', '.join(_OPTIONS)}"
             )
+    if unknown := set(_names(options)) - set(PASSES):
+        raise UsageError(f"passes={sorted(unknown)}", f"names: {', '.join(PASSES)}")
     compiler = options.get("compiler", "inductor")
     if compiler not in _COMPILERS:
         raise UsageError(f"compiler={compiler!r}", f"one of {', '.join(_COMPILERS)}")
     return options
 
 
-def run_passes(module: GraphModule, kernels: bool | None = None) -> list[Outcome]:
+def run_passes(
+    module: GraphModule, kernels: bool | None = None, names: Collection[str] = PASSES
+) -> list[Outcome]:
     """Rewrite a retraced graph, and return what each pass did and did not replace."""
-    outcomes = [*fuse_head_and_loss(module.graph), *fuse_attention(module.graph, kernels=kernels)]
+    outcomes: list[Outcome] = []
+    if head_loss.NAME in names:
+        outcomes += head_loss.fuse_head_and_loss(module.graph)
+    if attention.NAME in names:
+        outcomes += attention.fuse_attention(module.graph, kernels=kernels)
     module.graph.eliminate_dead_code()
     module.graph.lint()
     module.recompile()
     return outcomes
-
-
-def _unchanged(
-    module: GraphModule, inputs: Sequence[Any], compile_region: Any, reason: str
-) -> torch_internals.Compiled:
-    _add(GraphReport(failure=reason))
-    compiled: torch_internals.Compiled = compile_region(module, inputs)
-    return compiled
-
-
-def _add(report: GraphReport) -> None:
-    _reports.latest.append(report)
-    _log.info("%s", report)

@@ -13,6 +13,7 @@ checkpointing, offloading or counting that the caller's forward runs under.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -262,7 +263,7 @@ def _reference(module: nn.Module, original: Forward, args: Any, kwargs: Any) -> 
 
 
 def _backward(output: Any, inputs: list[Any], parameters: Sequence[Tensor]) -> Run:
-    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    outputs = list(_tensors(output))
     differentiable = [leaf for leaf in outputs if leaf.requires_grad]
     wanted = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad] + [*parameters]
     gradients: list[Tensor | None] = [None] * len(wanted)
@@ -271,6 +272,15 @@ def _backward(output: Any, inputs: list[Any], parameters: Sequence[Tensor]) -> R
         gradients = list(torch.autograd.grad(differentiable, wanted, upstream, allow_unused=True))
     structure = str(tree_map(lambda leaf: type(leaf).__name__, output))
     return Run(structure, [leaf.detach() for leaf in outputs], gradients)
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an output, also of plain data classes."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
 def _upstream(output: Tensor, index: int) -> Tensor:

@@ -38,6 +38,12 @@ class Layer:
     def is_active(self) -> bool:
         return self in self._registry.layers
 
+    def below(self, *args: Any, **kwargs: Any) -> Any:
+        """Run what is below this layer in this call."""
+        layers = self._registry.layers
+        before = layers[: layers.index(self)] if self in layers else layers
+        return self._registry.run_at_most(tuple(before), *args, **kwargs)
+
     def remove(self) -> None:
         """Remove this layer alone. A second call does nothing."""
         if self.is_active:

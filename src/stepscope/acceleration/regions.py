@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from stepscope.acceleration.passes.matching import memory_of
+from stepscope.acceleration.passes.matching import is_tensor, memory_of, value_of
 from stepscope.acceleration.torch_internals import (
     ENTERS_AUTOCAST,
     EXITS_AUTOCAST,
@@ -57,14 +57,29 @@ def region_numbers(module: GraphModule) -> dict[Node, int]:
     nodes = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
     blocks = _blocks(nodes)
     after = _after_blocks(nodes, blocks)
+    returned = _returned_and_read(module)
     numbers: dict[Node, int] = {}
-    current, block = 0, None
+    current, block, ends = 0, None, False
     for node, within in _with_context(nodes):
         here = blocks.get(node)
-        if not within and ((here is not None and here != block) or (block and node in after)):
-            current, block = current + 1, here
+        starts = (here is not None and here != block) or (bool(block) and node in after)
+        if not within and (starts or ends):
+            current, ends = current + 1, False
+            block = here if starts else block
         numbers[node] = current
+        ends = ends or node in returned
     return numbers
+
+
+def _returned_and_read(module: GraphModule) -> set[Node]:
+    """Return the outputs that others are computed from, such as logits: a region ends there, so
+    that gradients pass through the tensor that the caller has."""
+    output = next(iter(reversed(module.graph.nodes)))
+    return {
+        node
+        for node in output.all_input_nodes
+        if len(node.users) > 1 and is_tensor(node) and value_of(node).is_floating_point()
+    }
 
 
 def _with_context(nodes: Sequence[Node]) -> Iterator[tuple[Node, bool]]:

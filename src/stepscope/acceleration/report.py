@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+from stepscope.acceleration.compiled import Compilation
 from stepscope.acceleration.patches import Patch
 from stepscope.acceleration.replacement import Left
 from stepscope.errors import some
@@ -29,6 +30,8 @@ class Report:
         self.fp8: Fp8Layers | None = None
         """The layers in FP8, if the model was accelerated with `dtype="fp8"`: `decisions` says why
         a layer stays in bf16, `override` changes the choice."""
+        self.compilation: Compilation | None = None
+        """What runs through the graph backend, if the model was accelerated with `compile`."""
         self._left: list[Left] = []
         self._patches: list[Patch] = []
         self._undo: list[Callable[[], object]] = []
@@ -52,7 +55,8 @@ class Report:
             for patch in self._patches
             if patch.declined
         )
-        return [*self._left, *declined]
+        compiled = [] if self.compilation is None else self.compilation.left
+        return [*self._left, *declined, *compiled]
 
     @property
     def unchecked(self) -> int:
@@ -89,6 +93,8 @@ class Report:
         lines = [f"accelerated {self.model_name}:"]
         for piece, names in self.replaced.items():
             lines.append(f"  {piece:<18} {len(names):>4} × {_patterns(names)}")
+        if self.compilation is not None:
+            lines += [f"  {line}" for line in self.compilation.lines()]
         lines += [f"  {note}" for note in self.notes]
         left_as_they_are = self.left
         if self.fp8 is not None:

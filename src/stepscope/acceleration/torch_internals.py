@@ -3,11 +3,15 @@ a new version of torch. Tested with 2.11 and 2.13."""
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dynamo import utils as dynamo_utils
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
 from torch.amp import autocast_mode
@@ -85,6 +89,51 @@ def why_not_retraced(module: GraphModule) -> str | None:
     return None
 
 
+class Break(NamedTuple):
+    """What Dynamo could not trace: a graph ends there, or there is none."""
+
+    line: str
+    reason: str
+
+
+def graph_breaks() -> list[Break]:
+    """Return what Dynamo could not trace so far, in this process."""
+    return [_break(one) for one in dynamo_utils.graph_break_reasons]
+
+
+def _break(why: Any) -> Break:
+    user = [frame for frame in why.user_stack if "/torch/" not in frame.filename]
+    line = f"{user[-1].filename}:{user[-1].lineno}" if user else ""
+    lines = [x.strip() for x in str(why.reason).splitlines() if x.strip()]
+    explained = next((x for x in lines if x.startswith("Explanation:")), lines[0] if lines else "")
+    return Break(line, explained.removeprefix("Explanation:").strip())
+
+
+_numbers = itertools.count()
+
+
+def compiled_apart(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function apart from every other compilation of it: Dynamo's cache, its guards and
+    the limit of its recompilations belong to a code object."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    assert isinstance(run, FunctionType)
+    run.__code__ = run.__code__.replace(co_name=f"run_{next(_numbers)}")
+    compiled: Callable[..., Any] = torch.compile(run, backend=backend)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Warnings that are given once have been, when the model ran as it is; they end a graph.
+        once = {x for name, x in vars(logging.Logger).items() if name.endswith("_once")}
+        if not once:
+            return compiled(*args, **kwargs)
+        with torch._dynamo.config.patch(ignore_logger_methods=once):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
 def module_path(node: Node) -> list[tuple[str, Any]]:
     """Return the modules that called an operator, from the outermost: path and class."""
     stack = node.meta.get("nn_module_stack") or {}
@@ -140,3 +189,12 @@ def _aliased(node: Node, *, writes: bool) -> list[Node]:
         found += [x for x in (given if isinstance(given, list | tuple) else [given])
                   if isinstance(x, Node)]  # fmt: skip
     return found
+
+
+def group_store() -> tuple[Any, int]:
+    """Return the store of the process group (None: there is none), and the rank."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None, 0
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store(), torch.distributed.get_rank()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from stepscope.acceleration.capture import Captured
+from stepscope.acceleration.compiled import Compilation, CompiledFunction, compilation_of
 from stepscope.acceleration.graphs.arguments import with_tensors
 from stepscope.acceleration.graphs.cuda import Backend
 from stepscope.acceleration.graphs.optimizers import control_of
@@ -103,10 +104,14 @@ class TrainStep:
             on_failure=self._forget_scaling,
             backend=backend,
         )
+        self._has_backend = backend is not None
         self._plan: Plan | None = None
         self._in_backward: InBackwardAdamW | None = None
         self._eager_update: str | None = None
         self._captured: Captured | None = None
+        self._compilation: Compilation | None = None
+        self._compiled: CompiledFunction | None = None
+        self._form: tuple[str, bool] = ("", graph != "off")
         self._plan_update()
 
     @property
@@ -130,11 +135,13 @@ class TrainStep:
             # The graphs notice changes of the groups.
             return
         self._in_backward, self._eager_update = in_backward, eager_update
-        captured = self._create_captured(
-            # An update outside of the graph may change its constants.
-            optimizer=(in_backward or self.optimizer) if eager_update is None else [],
-            written_between=eager_update is not None,
-        )
+        self._begin_capture()
+
+    def _begin_capture(self) -> None:
+        """Drop all graphs; the next steps are warm-up again."""
+        update, eager = self._in_backward or self.optimizer, self._eager_update is not None
+        # An update outside of the graph may change its constants.
+        captured = self._create_captured(optimizer=[] if eager else update, written_between=eager)
         if self._captured is not None:
             captured.statistics = self._captured.statistics
         self._captured = captured
@@ -143,13 +150,15 @@ class TrainStep:
         """Run one batch; every `accumulate` batches, update the parameters."""
         batch = self._on_device(batch)
         self._plan_update()
+        self._choose_form(batch)
         if isinstance(self._in_backward, UpdateInBackward):
             self._in_backward.link()
         self._pending += 1
         last = self._pending == self._accumulate
         try:
-            run = self._run if self._graph == "off" else self.captured
-            loss: Tensor = run(batch, last and self._eager_update is None)
+            kind, graph = self._form
+            run = self.captured if graph else self._run
+            loss: Tensor = run(batch, last and self._eager_update is None, kind)
             if last and self._eager_update is not None:
                 self._update()
         except BaseException:
@@ -163,6 +172,28 @@ class TrainStep:
                 self.scheduler.step()
         return loss.detach()
 
+    def _choose_form(self, batch: Any) -> None:
+        """Choose how the step runs, if the model was accelerated with `compile`."""
+        compilation = compilation_of(self.model)
+        if compilation is not self._compilation:
+            self._compilation, self._compiled = compilation, None
+            if compilation is not None:
+                capturable = self._has_backend or compilation.device.type == "cuda"
+                both = self._graph == "auto" and capturable
+                graphs = (True, False) if both else (self._graph == "on",)
+                self._compiled = compilation.function(self._loss_of, graphs)
+        kind, graph = "", self._graph != "off"
+        if self._compiled is not None and self._pending:
+            kind, graph = self._form
+        elif self._compiled is not None:
+            with self._autocast():
+                graph &= self._compiled.begin(batch)
+            kind = self._compiled.kind
+        if (kind, graph) != self._form:
+            # The graph of another form would keep its memory.
+            self._form = kind, graph
+            self._begin_capture()
+
     @property
     def pending(self) -> int:
         """Batches whose gradients wait for the next update."""
@@ -171,7 +202,10 @@ class TrainStep:
     def explain(self) -> str:
         """Say whether the step is captured and where parameters are updated, and why not in the
         graph or in the backward pass."""
-        parts = ['eager: graph="off"' if self._graph == "off" else self.captured.explain()]
+        eager = 'eager: graph="off"' if self._graph == "off" else "eager: it was as fast"
+        parts = [self.captured.explain() if self._form[1] else eager]
+        if self._compiled is not None:
+            parts.append(f"the model and its loss: {self._compiled}")
         if self._after_backward:
             parts.append(f"the update follows the backward pass: {self._after_backward}")
         else:
@@ -198,8 +232,10 @@ class TrainStep:
             return f"the learning rate of {name} would be constant in a graph"
         return None
 
-    def _run(self, batch: Any, update: bool) -> Tensor:
-        """Run forward and backward, and the update if this is the last batch of one."""
+    def _run(self, batch: Any, update: bool, kind: str) -> Tensor:
+        """Run forward and backward, and the update if this is the last batch of one. `kind` is the
+        form of the step: each has its own graph."""
+        del kind
         with self._autocast():
             loss = self._loss(batch)
         scaled = loss if self._accumulate == 1 else loss / self._accumulate
@@ -227,10 +263,19 @@ class TrainStep:
         torch.clear_autocast_cache()
 
     def _loss(self, batch: Any) -> Tensor:
+        if self._compilation is not None and self._compiled is not None:
+            with self._compilation.autocast(), _without_cache(self.model):
+                return _scalar(self._compiled(batch), "the loss function")
         if self._loss_fn is not None:
             function = partial(self._loss_fn, self.model, batch)
             return _scalar(with_deferred_logits(self.model, function), "loss_fn")
         return loss_of(self.model, batch)
+
+    def _loss_of(self, batch: Any) -> Any:
+        """Compute the loss: what is compiled together with the model."""
+        if self._loss_fn is not None:
+            return self._loss_fn(self.model, batch)
+        return _loss_in(_called(self.model, batch))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._dtype is None:
@@ -318,13 +363,14 @@ def _caching_config(module: nn.Module) -> Any:
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
     """Call a model with a batch, and return the loss in its output."""
     with _without_cache(model):
-        if isinstance(batch, Mapping):
-            output = model(**batch)
-        elif isinstance(batch, (list, tuple)):
-            output = model(*batch)
-        else:
-            output = model(batch)
+        output = _called(model, batch)
     return _scalar(_loss_in(output), "the model")
+
+
+def _called(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (list, tuple)) else model(batch)
 
 
 def _loss_in(output: Any) -> Any:

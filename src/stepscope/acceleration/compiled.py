@@ -1,0 +1,377 @@
+"""Runs the training calls of a model through the graph backend, if that is the same and faster.
+
+    Dynamo + passes -> compared with the original -> timed against it in real steps -> kept or left
+
+`Compilation` is what `accelerate(model, compile=True)` sets up: the forward of the model, and the
+loss of a `TrainStep`, which is traced together with the model, are `CompiledFunction`s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from stepscope.acceleration.backend import GraphReport, Graphs
+from stepscope.acceleration.checks import difference
+from stepscope.acceleration.choice import (
+    AS_IT_IS,
+    PASSES,
+    PLAIN,
+    Choice,
+    clock_of,
+    digest_of,
+)
+from stepscope.acceleration.forward_registry import Layer, add_layer, layer_owners
+from stepscope.acceleration.replacement import Left
+from stepscope.acceleration.torch_internals import compiled_apart, graph_breaks
+from stepscope.errors import UsageError
+from stepscope.torch_tools.capturing import is_capturing
+from stepscope.torch_tools.derivatives import transforms_active
+from stepscope.torch_tools.module_hooks import has_global_hooks
+from stepscope.version import __version__
+
+PIECE = "compile"
+_MAX_COMPARISONS = 16
+"""Comparisons of one function: lengths may change in every call."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+FORMS = (AS_IT_IS, PLAIN, PASSES)
+
+
+def compilation_of(model: nn.Module) -> Compilation | None:
+    """Return what `accelerate` set up for a model, if it was accelerated with `compile`."""
+    found = (getattr(owner, "compilation", None) for owner in layer_owners(model))
+    return next((one for one in found if one is not None and one.model is model), None)
+
+
+class Compilation:
+    """A model whose training calls run through the graph backend, until `undo()`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        owner: object,
+        options: Mapping[str, Any],
+        dtype: torch.dtype | None = None,
+        exclude: Iterable[str | type[nn.Module]] = (),
+    ) -> None:
+        self.model, self.dtype = model, dtype
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        patterns = tuple(exclude)
+        self.fixed_form: str | None = options.get("form")
+        """The form that was asked for: it is not chosen by time then."""
+        if self.fixed_form not in (None, *FORMS):
+            raise UsageError(f"form={self.fixed_form!r}", f"one of: {', '.join(FORMS)}")
+        self.options = {name: x for name, x in options.items() if name != "form"}
+        self.passes = tuple(name for name in Graphs(**self.options).passes if name not in patterns)
+        self.functions: list[CompiledFunction] = []
+        self._suspended = False
+        self._layers = [add_layer(model, self._call, owner)]
+        self._layers += [
+            _uncompiled(module, owner)
+            for name, module in model.named_modules()
+            if module is not model and _matches(name, type(module), patterns)
+        ]
+        self._forward = self.function(self._layers[0].below, (False,))
+
+    def function(self, run: Callable[..., Any], graphs: Iterable[bool]) -> CompiledFunction:
+        """Return a function that runs the model, to be compiled with it. `graphs` are the kinds of
+        steps to choose from: with CUDA graphs or without."""
+        made = CompiledFunction(self, run, graphs)
+        self.functions.append(made)
+        return made
+
+    def undo(self) -> None:
+        for layer in self._layers:
+            layer.remove()
+        self.functions.clear()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Run the forward as it is: a function that contains it is compiled, or runs as it is."""
+        before, self._suspended = self._suspended, True
+        try:
+            yield
+        finally:
+            self._suspended = before
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        del module
+        if torch.compiler.is_compiling() or self._suspended:
+            return self._layers[0].below(*args, **kwargs)
+        with self.autocast():
+            if not torch.is_grad_enabled():
+                return self._layers[0].below(*args, **kwargs)
+            if not is_capturing():
+                self._forward.begin(args, kwargs)
+            return self._forward(*args, **kwargs)
+
+    @property
+    def left(self) -> list[Left]:
+        return list(dict.fromkeys(x for one in self.functions for x in one.left))
+
+    def lines(self) -> list[str]:
+        """Describe what runs, for the report."""
+        used = [one for one in self.functions if one.is_used] or self.functions[:1]
+        return [line for one in used for line in one.lines()]
+
+
+class CompiledFunction:
+    """A function that calls the model, in the form that `begin` chose."""
+
+    def __init__(
+        self, compilation: Compilation, run: Callable[..., Any], graphs: Iterable[bool]
+    ) -> None:
+        self._owner, self._run = compilation, run
+        self._passes = compilation.passes
+        self._variants: dict[tuple[Any, ...], tuple[Callable[..., Any], Graphs]] = {}
+        self._compared: set[object] = set()
+        self._comparisons = 0
+        self._seconds = 0.0
+        self._hooks: tuple[int, ...] | None = None
+        self._forwards: dict[type, Any] = {}
+        self._left: list[Left] = []
+        self._inputs: Any = ((), {})
+        self.kind = compilation.fixed_form or AS_IT_IS
+        self.refused = ""
+        """Why the function runs as it is."""
+        self.is_used = False
+        self.choice = Choice(graphs, clock_of(compilation.device), self._key)
+
+    def begin(self, *inputs: Any) -> bool:
+        """Choose the form of the step that begins; return whether it may be a CUDA graph."""
+        self.is_used = True
+        if self._owner.fixed_form is not None:
+            return True
+        self._inputs = inputs
+        form = self.choice.begin(sum(x.numel() for x in _tensors(inputs)))
+        self._inputs = ()
+        self.kind = form.kind
+        return form.graph or len(self.choice.graphs) == 1
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.kind == AS_IT_IS or self.refused or self._must_run_as_it_is():
+            return self._as_it_is(*args, **kwargs)
+        is_new = not is_capturing() and self._is_new(args, kwargs)
+        if is_new and not self._compared_as_equal(args, kwargs):
+            return self._as_it_is(*args, **kwargs)
+        return self._variant()(*args, **kwargs)
+
+    def _as_it_is(self, *args: Any, **kwargs: Any) -> Any:
+        with self._owner.suspended():
+            return self._run(*args, **kwargs)
+
+    def _must_run_as_it_is(self) -> bool:
+        """Return whether this call has what Dynamo's guards do not see: hooks that were added
+        later, hooks of all modules, and classes whose forward was patched."""
+        if has_global_hooks() or transforms_active():
+            return True
+        modules = list(self._owner.model.modules())
+        hooks = tuple(hook for one in modules for name in _HOOKS for hook in vars(one)[name])
+        if self._hooks is None:
+            self._hooks = hooks
+            if hooks:
+                self._refuse("modules have hooks, which the comparison would call")
+                return True
+        # Dynamo guards the class of each module: another one is compiled with its present forward.
+        known = self._forwards
+        forwards = {type(one): type(one).forward for one in modules}
+        if hooks == self._hooks and all(
+            known.setdefault(kind, forward) is forward for kind, forward in forwards.items()
+        ):
+            return False
+        self._leave(
+            Left(PIECE, "", "hooks or forwards of classes changed after it was compiled; "
+                 "calls with them run as it is")
+        )  # fmt: skip
+        return True
+
+    def _variant(self, **options: Any) -> Callable[..., Any]:
+        """Return the compiled function with the present passes, compiled in its first call."""
+        settings = self._settings(self.kind) | options
+        key = tuple(settings.items())
+        if key not in self._variants:
+            graphs = Graphs(**settings)
+            self._variants[key] = compiled_apart(self._run, graphs), graphs
+        compiled, _ = self._variants[key]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._owner.suspended():
+                return compiled(*args, **kwargs)
+
+        return run
+
+    def _settings(self, kind: str) -> dict[str, Any]:
+        """Return the options of the backend for a form."""
+        passes = self._passes if kind == PASSES else ()
+        return self._owner.options | {"passes": passes, "regions": kind == PASSES}
+
+    # Comparison
+
+    def _is_new(self, args: Any, kwargs: Any) -> bool:
+        """Return whether the call is the first of its kind, or the first after a compilation."""
+        kind = (self.kind, self._owner.model.training, *map(_bucket, tree_leaves((args, kwargs))))
+        known = {kind, (self.kind, self._compilations())}
+        is_new = not known <= self._compared
+        self._compared |= known
+        return is_new and self._comparisons < _MAX_COMPARISONS
+
+    def _compilations(self) -> int:
+        return sum(len(graphs.reports) for _, graphs in self._variants.values())
+
+    def _compared_as_equal(self, args: Any, kwargs: Any) -> bool:
+        """Compare with the original; take out the pass that makes it differ. Return whether what
+        remains is equal."""
+        began, known = time.perf_counter(), len(graph_breaks())
+        self._comparisons += 1
+        why = self._difference(args, kwargs)
+        for one in graph_breaks()[known:]:
+            self._leave(Left(PIECE, one.line, f"Dynamo cannot trace it: {one.reason}"))
+        if not (why or self._compilations()):
+            why = "Dynamo makes no graph of it"
+        if why and self.kind == PASSES:
+            self._take_out(why, args, kwargs)
+        elif why:
+            self._refuse(why)
+        self._compared.add((self.kind, self._compilations()))
+        self._seconds += time.perf_counter() - began
+        return not self.refused
+
+    def _take_out(self, why: str, args: Any, kwargs: Any) -> None:
+        compiled = [graphs for _, graphs in self._variants.values()]
+        applied = {x.name for one in compiled for report in one.reports for x in report.applied}
+        present = self._passes
+        suspects = [(name,) for name in present if name in applied]
+        for suspect in [*suspects, present] if len(suspects) > 1 else suspects:
+            self._passes = tuple(name for name in present if name not in suspect)
+            if not self._difference(args, kwargs):
+                for name in suspect:
+                    self._leave(Left(name, "", why))
+                return
+        self._passes = present
+        self._refuse(why)
+
+    def _difference(self, args: Any, kwargs: Any) -> str:
+        draws_numbers = False
+
+        def original(*args: Any, **kwargs: Any) -> Any:
+            nonlocal draws_numbers
+            before = self._random_states()
+            output = self._as_it_is(*args, **kwargs)
+            after = self._random_states()
+            draws_numbers = not all(map(torch.equal, before, after))
+            return output
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            # Inductor draws other random numbers: its input is compared then.
+            options = {"compiler": "aot_eager"} if draws_numbers else {}
+            return self._variant(**options)(*args, **kwargs)
+
+        try:
+            return difference(self._owner.model, original, replaced, args, kwargs)
+        except torch.OutOfMemoryError:
+            return "there is not enough memory to compare it with the original"
+
+    def _random_states(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        if self._owner.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._owner.device))
+        return states
+
+    def _refuse(self, why: str) -> None:
+        self.refused = why
+        self._leave(Left(PIECE, "", why))
+        self.choice.leave_compiled()
+        self._variants.clear()
+
+    def _leave(self, left: Left) -> None:
+        if left not in self._left:
+            self._left.append(left)
+
+    # Report
+
+    @property
+    def _reports(self) -> list[GraphReport]:
+        """What became of the graphs that run with passes."""
+        _, graphs = self._variants.get(tuple(self._settings(PASSES).items()), (None, None))
+        return [] if graphs is None else graphs.reports
+
+    @property
+    def left(self) -> list[Left]:
+        found = list(self._left)
+        for report in self._reports:
+            found += [Left(x.name, x.line, x.reason) for x in report.left]
+            if report.failure is not None:
+                found.append(Left(PIECE, "", f"compiled without passes: {report.failure}"))
+        return found
+
+    def __str__(self) -> str:
+        """Return the form in which it runs, with the times by which it was chosen."""
+        if self.refused:
+            return AS_IT_IS
+        return self._owner.fixed_form or str(self.choice)
+
+    def lines(self) -> list[str]:
+        lines = [f"form of the step   {self}"]
+        applied: dict[tuple[str, str], int] = {}
+        for report in self._reports if self.kind == PASSES else ():
+            for one in report.applied:
+                applied[one.name, one.what] = applied.get((one.name, one.what), 0) + 1
+        lines += [f"{name:<18} {count:>4} × {what}" for (name, what), count in applied.items()]
+        if self._comparisons:
+            seconds = f"{self._seconds:.1f} s with compilation"
+            lines.append(f"compared           {self._comparisons} ×, {seconds}")
+        return lines
+
+    def _key(self) -> str:
+        """Return the name of the stored choice: by model, batch, device and versions."""
+        model, device = self._owner.model, self._owner.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        kinds = [(name, type(x).__qualname__) for name, x in model.named_modules()]
+        parameters = [
+            (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()
+        ]
+        batch = [(tuple(x.shape), x.dtype) for x in _tensors(self._inputs)]
+        autocast = torch.is_autocast_enabled(device.type), self._owner.dtype
+        versions = torch.__version__, __version__
+        return digest_of(name, kinds, parameters, batch, autocast, versions, self.choice.graphs)
+
+
+def _bucket(leaf: Any) -> object:
+    """Return what calls have in common that one comparison is for: lengths by powers of two."""
+    if isinstance(leaf, Tensor):
+        return (leaf.dtype, *(int(n).bit_length() for n in leaf.shape))
+    return leaf if isinstance(leaf, bool | str | None) else type(leaf)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def _matches(name: str, kind: type, patterns: tuple[str | type[nn.Module], ...]) -> bool:
+    return any(
+        issubclass(kind, one) if isinstance(one, type) else fnmatchcase(name, one)
+        for one in patterns
+    )
+
+
+def _uncompiled(module: nn.Module, owner: object) -> Layer:
+    """Let a module run uncompiled."""
+
+    def run(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return layer.below(*args, **kwargs)
+
+    disable: Any = torch.compiler.disable
+    layer: Layer = add_layer(module, disable(run), owner)
+    return layer
