@@ -33,6 +33,8 @@ _NOT_OF_THE_USER = tuple(
         sysconfig.get_path("stdlib"),
         sysconfig.get_path("purelib"),
         sysconfig.get_path("platlib"),
+        # Libraries may be installed elsewhere, as with `pip install --target`.
+        *(path for path in sys.path if any(Path(path).glob("*.dist-info"))),
         Path(torch.__file__).parent,
         Path(__file__).parents[2],
     )
