@@ -34,9 +34,9 @@ _NOT_OF_THE_USER = tuple(
         sysconfig.get_path("purelib"),
         sysconfig.get_path("platlib"),
         # Libraries may be installed elsewhere, as with `pip install --target`.
-        *(path for path in sys.path if any(Path(path).glob("*.dist-info"))),
-        Path(torch.__file__).parent,
-        Path(__file__).parents[2],
+        *(one for one in sys.path if any(Path(one).glob("*.dist-info"))),
+        str(Path(torch.__file__).parent),
+        str(Path(__file__).parents[2]),
     )
 )
 _LIBRARY_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
