@@ -7,6 +7,7 @@ from pathlib import Path
 
 import foreign_runs as runs
 import pytest
+import vision
 
 from quiet_bench import QuietBench
 from stepscope.advisor.advise.cases import Script
@@ -80,6 +81,14 @@ CASES: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
         [],
     ),
     "examples/hf_llama": (NARROW, [IN_EXAMPLES, ADAMW_OF_EXAMPLES], []),
+    "examples/timm_vit": (
+        NARROW,
+        [
+            IN_EXAMPLES,
+            ADAMW_OF_EXAMPLES.replace("lr=3e-4, weight_decay=0.1", "lr=1e-3, weight_decay=0.05"),
+        ],
+        [],
+    ),
     "examples/hf_trainer": (
         NARROW | {"data": "workers"},
         ['optim="adamw_torch_fused",', "bf16=True,", "dataloader_num_workers=1,"],
@@ -95,7 +104,10 @@ CASES: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
 """Settings, lines that the patch has, and what is left to the user."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=vision.needed("timm") if "timm" in name else ()) for name in CASES],
+)
 def test_program_is_patched_and_trains_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, lines, left = CASES[name]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -33,8 +33,10 @@ _NOT_OF_THE_USER = tuple(
         sysconfig.get_path("stdlib"),
         sysconfig.get_path("purelib"),
         sysconfig.get_path("platlib"),
-        Path(torch.__file__).parent,
-        Path(__file__).parents[2],
+        # Libraries may be installed elsewhere, as with `pip install --target`.
+        *(one for one in sys.path if any(Path(one).glob("*.dist-info"))),
+        str(Path(torch.__file__).parent),
+        str(Path(__file__).parents[2]),
     )
 )
 _LIBRARY_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")

@@ -202,7 +202,7 @@ def _step_gain(row: CompileRow) -> float:
 def _graph_breaks(ok: Sequence[CompileRow]) -> Finding:
     broken = [row for row in ok if row.record.quantity("breaks")]
     values: dict[str, Value] = {"broken": len(broken), "cases": len(ok)}
-    text = f"The graph breaks in none of {len(ok)} cases."
+    text = f"0 of {len(ok)} cases have a graph break."
     if broken:
         reason = next(iter(_reasons(broken[0], "breaks")), "no reason given")
         values["reason"] = reason
