@@ -20,10 +20,11 @@ def own_command(module: str, *words: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *words]
 
 
-def script_command(folder: str, order: str, *flags: str) -> list[str]:
+def script_command(folder: str, order: str, *flags: str, ranks: int = 0) -> list[str]:
     """Return the command that runs a user's script under observation: see `advisor.scope.start`.
-    `flags` are options of the interpreter."""
-    return [sys.executable, *flags, str(_SCRIPT_START), folder, order]
+    `flags` are options of the interpreter; torchrun starts `ranks`, if any, on this machine."""
+    torchrun = ("-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    return [sys.executable, *flags, *(torchrun if ranks else ()), str(_SCRIPT_START), folder, order]
 
 
 def signal_name(number: int) -> str:

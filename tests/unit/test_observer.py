@@ -273,9 +273,9 @@ def test_the_command_starts_ranks_with_torchrun(
     command = started_by(["--nproc", "4", "-m", "lab.train", "--steps", "9"], monkeypatch)
     assert command[0] == sys.executable
     start = command.index("-m")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    assert command[start : start + 5] == torchrun
-    assert command[start + 5].endswith("start.py")
+    torchrun = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    assert command[start - 1 : start + 4] == torchrun
+    assert command[start + 4].endswith("start.py")
     order = json.loads(command[-1])
     assert (order["target"], order["module"], order["words"]) == (
         "lab.train",

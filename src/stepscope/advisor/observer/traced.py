@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import torch
@@ -67,6 +68,7 @@ class Requests:
         self._open: Request | None = None
         self._since = 0.0
         self._analysis: subprocess.Popen[bytes] | None = None
+        self._printed: IO[bytes]
 
     def ask(self, step: int, rank: int, step_ms: float, every: int) -> None:
         """Request traces because of a deviation at `rank`."""
@@ -99,20 +101,23 @@ class Requests:
                 return None
             if not written:
                 return None if ending else self._ended(request, "no rank wrote a trace")
-            with (folder / "verdict.json").open("wb") as file:
-                self._analysis = subprocess.Popen(
-                    own_command("stepscope", "trace", str(folder), "--json", "--out", str(folder)),
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            self._printed = tempfile.TemporaryFile()  # noqa: SIM115, closed once it is read
+            self._analysis = subprocess.Popen(
+                own_command("stepscope", "trace", str(folder), "--json", "--out", str(folder)),
+                stdin=subprocess.DEVNULL,
+                stdout=self._printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             os.setpriority(os.PRIO_PROCESS, self._analysis.pid, 19)
         try:
             code = self._analysis.wait(_WITHIN_S / 4 if ending else 0)
         except subprocess.TimeoutExpired:
             return None
-        return self._ended(request, _answer(folder, code))
+        self._printed.seek(0)
+        with self._printed as printed:
+            text = printed.read().decode(errors="replace").strip()
+        return self._ended(request, _answer(text, code))
 
     def _ended(self, request: Request, verdict: str) -> Traced:
         self._open = self._analysis = None
@@ -120,9 +125,8 @@ class Requests:
         return Traced(at=time.time(), step=request.step, folder=name, verdict=verdict)
 
 
-def _answer(folder: Path, code: int) -> str:
+def _answer(text: str, code: int) -> str:
     """The parts of the step, and the rank that the others wait for."""
-    text = (folder / "verdict.json").read_text(errors="replace").strip()
     try:
         facts = from_json(text) if code == 0 else None
     except msgspec.DecodeError:

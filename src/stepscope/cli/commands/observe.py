@@ -81,11 +81,8 @@ def main(words: list[str]) -> int:
     )
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     text = msgspec.json.encode(order).decode()
-    command = script_command(str(options.folder.absolute()), text, *flags)
-    if options.nproc:
-        torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", options.nproc)
-        script = command[1 + len(flags) :]
-        command = [sys.executable, *flags, "-m", *map(str, torchrun), *script]
+    folder = str(options.folder.absolute())
+    command = script_command(folder, text, *flags, ranks=options.nproc)
     if os.environ.get("RANK", "0") == "0":
         log(f"observing; afterwards or meanwhile: stepscope trace {options.folder}")
     sys.stdout.flush()
