@@ -110,6 +110,22 @@ def test_a_member_that_does_not_pay_is_dropped() -> None:
     assert all("accelerate" not in one for one in tried), "not tried again"
 
 
+def test_changes_that_there_is_no_time_for_are_left_out() -> None:
+    space = Space(llama(), OF_SCRIPTS)
+    first = Plan(space, [], without=("train-step",)).next()
+    assert first is not None
+    assert first.combination.codes
+    assert "train-step" not in first.combination.codes
+    whole = space.best(("train-step",))
+    assert whole is not None
+    known = [Result(whole.advice, ratio(0.15), True)]
+    planned = [
+        one.combination.codes for one in Plan(space, known, without=("train-step",)).trials()
+    ]
+    assert planned
+    assert all("train-step" not in codes for codes in planned)
+
+
 def test_a_combination_that_fails_is_tried_without_its_members() -> None:
     space = Space(llama(), OF_SCRIPTS)
     everything = frozenset({"bfloat16", "accelerate", "train-step"})

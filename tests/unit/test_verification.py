@@ -272,6 +272,16 @@ def test_compiled_trials_need_more_time() -> None:
         assert deadline.allows(other) is compiled
 
 
+def test_a_compilation_that_would_take_too_long_does_not_come_first() -> None:
+    base = msgspec.convert(tried().config, Trial).base
+    one, other = (Trial(base=base, advice=(what,), step_ms=1.0) for what in (BFLOAT16, COMPILE))
+    for kernels, compiled in ((5_000, True), (60_000, False)):
+        deadline = Deadline(120.0, lambda: 0.0, kernels)
+        assert deadline.allows(one)
+        assert deadline.allows(other) is compiled
+    assert Deadline(0.0, lambda: 0.0, 60_000).allows(other)
+
+
 def test_record_stores_its_advice() -> None:
     record = with_advice(tried(), [BFLOAT16, UPDATE])
     assert advice_given(record) == (BFLOAT16, UPDATE)

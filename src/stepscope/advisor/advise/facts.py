@@ -88,6 +88,7 @@ def facts_of(record: Record, lacks: Sequence[str] = ()) -> Facts:
         dtype=(dtype := _matmul_dtype(watched.case.dtype, summary, setting)),
         autocast=_by_autocast(watched.case.dtype, setting, dtype),
         phases=phases,
+        kernels=sum(row.count for row in summary.kernels),
         attention=attention,
         attention_called=is_called(summary, account),
         waits=_waits(record, summary, copied > 0),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from msgspec.structs import replace
 
@@ -22,6 +22,8 @@ from stepscope.studies.runner.runner import Observer, Runner
 
 _COMPILED_OVER_PLAIN = 3.0
 """Expected duration of a trial with torch.compile, relative to one without."""
+_COMPILER_S, _COMPILER_S_PER_KERNEL = 15.0, 0.005
+"""Expected duration of torch.compile for a step of so many kernels, or operators on a CPU."""
 _SWITCHABLE = ("attention", "gradients", "optimizer", "read_back")
 """Settings that a running program can usually take back."""
 
@@ -30,9 +32,13 @@ class Deadline:
     """Time budget of all trials: a trial that would end later is not started, and a running one is
     ended at the deadline. 0 means no limit."""
 
-    def __init__(self, within_s: float, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, within_s: float, clock: Callable[[], float] | None = None, kernels: float = 0.0
+    ) -> None:
+        """`kernels` of the step decide how long the first compilation may take."""
         self._within_s = within_s
         self._clock = clock or time.monotonic
+        self._compiler_s = _COMPILER_S + _COMPILER_S_PER_KERNEL * kernels if kernels else 0.0
         self._started = self._clock()
         self._longest: dict[bool, float] = {}
 
@@ -42,11 +48,13 @@ class Deadline:
 
     def allows(self, trial: Trial) -> bool:
         """Return True if there is time for a trial: as for the longest one so far of its kind, with
-        or without a compiler; the first of a kind is estimated from the other kind."""
+        or without a compiler; the first of a kind is estimated from the other kind, and from the
+        kernels to compile."""
         left = self.left_s
         kind = compiles(trial)
         other = self._longest.get(not kind, 0.0)
-        guess = self._longest.get(kind, _COMPILED_OVER_PLAIN * other if kind else other)
+        first = max(_COMPILED_OVER_PLAIN * other, self._compiler_s) if kind else other
+        guess = self._longest.get(kind, first)
         return left is None or (left > 0 and guess <= left)
 
     @property
@@ -79,7 +87,7 @@ class Verification:
         """`template` is a trial without changes."""
         self._runner, self._store, self._run = runner, store, run
         self._space, self._template = space, template
-        self._deadline = Deadline(within_s)
+        self._deadline = Deadline(within_s, kernels=space.facts.kernels)
         self._log = log
         self._tried: list[Tried] = []
 
@@ -91,20 +99,22 @@ class Verification:
                 self._log("out of time (--total-timeout)")
                 return
 
-    @property
-    def plan(self) -> Plan:
+    def plan(self, without: Collection[str] = ()) -> Plan:
         results = [one.result for one in self._tried]
-        return Plan(self._space, results, lambda one: {*one.setting} <= {*_SWITCHABLE})
+        return Plan(self._space, results, lambda one: {*one.setting} <= {*_SWITCHABLE}, without)
 
     def _next(self) -> Trial | None:
-        """Return the first planned trial that the time allows."""
-        plan = self.plan
-        late = []
-        for planned in plan.trials():
-            trial = self._trial(planned, plan)
-            if self._deadline.allows(trial):
-                return trial
-            late.append(trial.code)
+        """Return the first planned trial that the time allows: if none of those with a compiler,
+        then as planned without it."""
+        compiled = {one.code for one in self._space.reachable if "compile" in one.setting}
+        late: dict[str, None] = {}
+        for without in ((), compiled):
+            plan = self.plan(without)
+            for planned in plan.trials():
+                trial = self._trial(planned, plan)
+                if self._deadline.allows(trial):
+                    return trial
+                late[trial.code] = None
         if late:
             self._log(f"not tried, out of time (--total-timeout): {', '.join(late)}")
         return None

@@ -118,6 +118,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """The matmuls have another dtype than the weights, which are float32."""
     phases: tuple[PhaseWork, ...]
     """In the order of the step. On a CPU, operators stand for kernels and nothing is launched."""
+    kernels: float = 0.0
+    """Kernels of the step, on a CPU operators; 0 if they were not counted."""
     attention: tuple[PhaseWork, ...] = ()
     """Naive attention in each phase: matmuls, softmax, masks."""
     attention_called: bool = False

@@ -58,13 +58,15 @@ class Plan:
         space: Space,
         results: Sequence[Result],
         switchable: Callable[[Advice], bool] = lambda _: False,
+        without: Collection[str] = (),
     ) -> None:
+        """`without` are codes of changes that there is no time for."""
         self._space, self._results = space, results
         self._switchable = switchable
         """Whether a running program can leave out a change: such trials cost only their steps."""
         self._measured = {one.codes: one.ratio for one in results if one.works and one.ratio}
         self._made = {one.codes: one.advice for one in results}
-        self._refuted = frozenset().union(*(one.refuted for one in results))
+        self._refuted = frozenset(without).union(*(one.refuted for one in results))
         self._refuted |= {c for r in results if not r.works and len(r.codes) == 1 for c in r.codes}
         self._failed = [one.codes for one in results if not one.works]
         self._alone = {one.code for one in space.alone}

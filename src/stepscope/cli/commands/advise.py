@@ -364,7 +364,7 @@ def _verify(
         within_s=options.total_timeout,
         log=log,
     )
-    first = verification.plan.next()
+    first = verification.plan().next()
     with make_observer(run, len(first.combination.advice) + 1 if first else 0, 0) as observer:
         verification.verify(observer)
 
