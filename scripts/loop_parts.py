@@ -163,8 +163,8 @@ def _observer(lines: list[Line]) -> str:
         f" 100 ms. Of four gloo ranks with steps of 100 ms, {' and '.join(named)}. There were"
         f" {even['alarms']} alarms in {even['steps']:,} even steps of 10 ms, and"
         f" {noisy['alarms']} in {noisy['steps']:,} steps of four ranks whose lengths vary by 20 %."
-        f" Measured on two cores of an {cost['processor']}, with priority over other work on them"
-        " (`chrt -f 10 python benchmarks/observer_cost.py`)."
+        f" Measured on two idle cores of an {cost['processor']}"
+        " (`python benchmarks/observer_cost.py`)."
     )
 
 
