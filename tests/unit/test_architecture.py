@@ -66,7 +66,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     | {"analysis", "planning", "records", "published"}
     | {"stepscope.report.blocks", "stepscope.report.format", "stepscope.report.tables"}
     | TOOLS,
-    "planning": {"acceleration", "measure", "analysis", "records"},
+    "planning": {"acceleration", "measure", "analysis", "records", "stepscope.report.format"}
+    | TOOLS,
     "acceleration": {"attention", "kernels", "optim"} | TOOLS,
     "measure": {"records"} | TOOLS,
     "analysis": {"records", "stepscope.attention.registry"} | LEAVES - {"stepscope.model.sizes"},

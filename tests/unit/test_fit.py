@@ -232,7 +232,7 @@ def counted(model: nn.Module, batch: Any) -> int:
 
 def test_the_smallest_budget_is_named_in_one_line() -> None:
     model, batch = Tied(), torch.zeros(16, ROWS, dtype=torch.long)
-    with pytest.raises(UsageError, match=r"budget of 0\.01 GiB is below 0\.\d\d GiB") as error:
+    with pytest.raises(UsageError, match=r"budget of [\d.]+ MiB is below [\d.]+ MiB") as error:
         stepscope.fit(model, sgd(model), batch, budget="10MB")
     assert "\n" not in str(error.value)
     assert all("forward" not in vars(part) for part in model.modules())
@@ -246,7 +246,7 @@ def test_the_plan_is_a_table() -> None:
     assert str(again) == str(fitted)
     assert {len(layer_owners(block)) for block in model.blocks} <= {0, 1}
     words = str(fitted)
-    assert words.startswith("predicted peak: 0.")
+    assert words.startswith("predicted peak: ")
     assert "recompute" in words
     again.undo()
     fitted.undo()

@@ -46,7 +46,7 @@ from stepscope.report.wrapping import wrapped, wrapped_code
 from stepscope.studies.page import answers, make_page, study_sections, verdict_of
 from stepscope.studies.registry import find_study
 from stepscope.studies.views.verdict import step_limit
-from study_records import benchmark_record, matrix_ceiling
+from study_records import benchmark_record, matrix_ceiling, profile_record
 
 RESULTS = Path(__file__).parents[2] / "results"
 ADVISED = [*sorted(RESULTS.glob("advise-*_h200.jsonl")), RESULTS / "advise-slow_cpu.jsonl"]
@@ -498,6 +498,22 @@ def test_records_without_a_program_have_the_verdict_of_their_longest_step() -> N
     assert timed.parts == ()
     assert timed.limit is not None
     assert verdict_of(read_records(RESULTS / "memory_h200.jsonl")) is None
+
+
+def test_two_times_of_one_step_have_the_reason() -> None:
+    """The verdict is on the traced step, the table below it has the benchmark's."""
+    traced = profile_record(step=50.0)
+    timed = msgspec.structs.replace(benchmark_record(step=51.0), case=traced.case)
+    page = make_page([timed, traced])
+    verdict = page.verdict
+    assert verdict is not None
+    assert verdict.step is not None
+    assert (verdict.step.value, verdict.listed_ms) == (50.0, 51.0)
+    assert verdict_of([traced]).listed_ms is None  # type: ignore[union-attr]
+    far = msgspec.structs.replace(verdict, listed_ms=70.0)
+    assert "benchmark" not in " ".join(sentences(verdict))
+    for with_stats in (False, True):
+        assert "benchmark measured 70" in " ".join(sentences(far, with_stats=with_stats))
 
 
 def test_every_study_answers_in_a_line() -> None:

@@ -102,6 +102,9 @@ def compiled_graph(
     if failure is None:
         try:
             compiled, report = _rewritten(module, inputs, options, compile_region)
+        except torch_internals.RestartAnalysis:
+            # Dynamo traces again, with a number as a constant.
+            raise
         except Exception as error:
             # What cannot be traced again, rewritten or split is compiled as Dynamo gave it.
             failure = one_line(error)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
 from torch.amp import autocast_mode

@@ -286,6 +286,8 @@ class Verdict(Data, frozen=True):
     """The largest measured gain that the trials do not distinguish from zero."""
     unchanged_ms: float | None = None
     """Time of the unchanged step in the trials; None without trials."""
+    listed_ms: float | None = None
+    """Time of the same step in the table of the page, from another measurement."""
     not_evaluated: tuple[str, ...] = ()
     """Titles of changes that could not be predicted, because an input is missing."""
     judged: bool = True

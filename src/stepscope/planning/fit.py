@@ -27,6 +27,7 @@ from stepscope.planning.predict import LossFunction, MemoryPrediction, StepOptio
 from stepscope.planning.ranks import ONE_RANK, Ranks, ShardedModel, bucket_bytes, in_dtype
 from stepscope.planning.selective import apply_to
 from stepscope.planning.step_timeline import Blocks
+from stepscope.report.format import bytes_
 
 _UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*([0-9.]+)\s*([a-z]*)\s*", re.IGNORECASE)
@@ -71,19 +72,15 @@ class Fitted:
     def __str__(self) -> str:
         fastest, plan = self.plans[0], self.plan
         lines = [
-            f"predicted peak: {_gib(self.peak)} of {_gib(self.budget)}"
-            f" ({_gib(fastest.peak)} without a plan)",
+            f"predicted peak: {bytes_(self.peak, 4)} of {bytes_(self.budget, 4)}"
+            f" ({bytes_(fastest.peak, 4)} without a plan)",
             f"predicted step: {1e3 * plan.seconds:.1f} ms at the rates of {self.rates.device},"
             f" {100 * (plan.seconds / fastest.seconds - 1):.1f} % more",
         ]
         for count, cost in plan.groups:
-            row = f"{count:4} blocks  {_gib(cost.saved + cost.to_host):>10}  {cost.plan}"
+            row = f"{count:4} blocks  {bytes_(cost.saved + cost.to_host, 4):>12}  {cost.plan}"
             lines.append(f"{row}, {1e3 * cost.again_s:.2f} ms" if cost.again_s else row)
         return "\n".join(lines)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
 
 
 def fit(
@@ -173,7 +170,8 @@ def _fastest(
                 return plan, prediction
     smallest = predicted(plans[-1]).peak.allocated * MARGIN
     raise UsageError(
-        f"the budget of {_gib(limit)} is below {_gib(int(smallest))}, the smallest for this step",
+        f"the budget of {bytes_(limit, 4)} is below {bytes_(smallest, 4)}, the smallest for this"
+        " step",
         "use a larger budget or a smaller batch",
     )
 
@@ -197,5 +195,7 @@ def bytes_of(size: str | int) -> int:
     except ValueError:
         count = 0
     if count <= 0:
-        raise UsageError(f"{size!r} is not a size of memory", 'use bytes, or such as "60GiB"')
+        raise UsageError(
+            f"{size!r} is not a size of memory", 'give a number of bytes, or a size such as "60GiB"'
+        )
     return count

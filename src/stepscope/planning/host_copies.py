@@ -15,14 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.errors import StepscopeError
+from stepscope.torch_tools.capturing import is_capturing
 
 LEAST_BYTES = 1 << 20
 """Smaller tensors stay on the GPU."""
-
-
-def is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class HostCopies:
@@ -97,6 +93,11 @@ class HostCopy:
             self._transfer(self._host, tensor)
         self._device = tensor.device
 
+    def __del__(self) -> None:
+        # Of a copy that nothing takes, as in a backward pass for some of the inputs: the memory of
+        # its tensor is reused after the transfer.
+        self._wait()
+
     def leave(self) -> None:
         """Let the tensor's memory be reused once it is copied."""
         self._wait()
@@ -124,12 +125,12 @@ class HostCopy:
             target.copy_(source)
             return
         # The source must have been written, and the memory of the target be free.
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             self._event = self._stream.record_event()
 
     def _wait(self) -> None:
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
             self._event = None

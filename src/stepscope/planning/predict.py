@@ -25,6 +25,7 @@ from stepscope.planning.cuda_operators import (
 )
 from stepscope.planning.fake_step import Fakes
 from stepscope.records.memory import INPUTS, PhasePeak, kind_of
+from stepscope.report.format import bytes_
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 WORKSPACE = 64 << 20
@@ -64,12 +65,9 @@ class MemoryPrediction:
         return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
     def __str__(self) -> str:
-        rows = [(f"{size / 2**30:9.2f} GiB", kind) for kind, size in self.kinds.items() if size]
         peak = self.peak
-        lines = [
-            f"predicted peak: {peak.allocated / 2**30:.2f} GiB, in the {peak.phase} phase",
-            *(f"{size}  {kind}" for size, kind in rows),
-        ]
+        lines = [f"predicted peak: {bytes_(peak.allocated, 4)}, in the {peak.phase} phase"]
+        lines += [f"{bytes_(size, 4):>12}  {kind}" for kind, size in self.kinds.items() if size]
         lines += [f"a value was read at {line} and taken as zero" for line in self.assumed]
         return "\n".join(lines)
 

@@ -20,14 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from stepscope.acceleration.forward_registry import Layer, add_layer, forward_below
 from stepscope.errors import StepscopeError
-from stepscope.planning.host_copies import (
-    LEAST_BYTES,
-    Group,
-    HostCopies,
-    HostCopy,
-    is_capturing,
-)
+from stepscope.planning.host_copies import LEAST_BYTES, Group, HostCopies, HostCopy
 from stepscope.planning.operators import Key, can_keep, is_random, name_of
+from stepscope.torch_tools.capturing import is_capturing
 
 
 class BlockPlan(NamedTuple):

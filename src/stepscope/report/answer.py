@@ -97,6 +97,11 @@ def sentences(verdict: Verdict, *, with_stats: bool = False) -> Iterator[str]:
             f"In the trials, at another time, the unchanged step took {duration(unchanged)};"
             " measured gains are relative to that."
         )
+    if (listed := verdict.listed_ms) is not None and _apart(listed, verdict.step.value):
+        yield (
+            f"The benchmark measured {duration(listed)} for this step, at another time; the parts"
+            " are those of the traced step."
+        )
     if verdict.reachable_ms is not None and _may_conclude(verdict):
         yield _reachable(verdict, verdict.step.value, with_stats=with_stats)
         if verdict.reachable_warning:

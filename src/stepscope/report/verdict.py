@@ -261,6 +261,7 @@ def verdict_facts(verdict: Verdict | None) -> dict[str, Any] | None:
         "mfu": None if verdict.mfu is None else plain(verdict.mfu),
         "mfu_doubt": verdict.mfu.reason if isinstance(verdict.mfu, AtMost) else "",
         "unchanged_ms": verdict.unchanged_ms,
+        "listed_ms": verdict.listed_ms,
         "reachable": None
         if reachable is None
         else {

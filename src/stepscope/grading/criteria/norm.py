@@ -40,9 +40,9 @@ class NormCall(Call):
         square = x.pow(2).mean(-1, keepdim=True)
         total = square * x.shape[-1]
         centered = formula(x - x.mean(-1, keepdim=True), weight, eps)
-        beside = "eps is added to the root instead of the mean square"
+        where = "eps is added to the root instead of the mean square"
         yield Cause("missing-eps", "eps is not added", x * torch.rsqrt(square) * weight)
-        yield Cause("missing-eps", beside, x / (square.sqrt() + eps) * weight)
+        yield Cause("missing-eps", where, x / (square.sqrt() + eps) * weight)
         for other in _COMMON_EPS:
             if other != eps:
                 text = f"eps is {other:g} instead of {eps:g}"

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from stepscope.analysis.verdict import Verdict
 from stepscope.records.schema import Record
 from stepscope.studies.base import Bench, Study
@@ -47,16 +49,22 @@ class Profile(Study[ProfileFlags, ProfileCase]):
 
     def verdict(self, records: Sequence[Record]) -> Verdict | None:
         """The longest step; of a page that opens with the table of `benchmark`, a step of it."""
+        from stepscope.analysis.limits import median_ms
         from stepscope.studies.benchmark import STUDY as BENCHMARK
         from stepscope.studies.profile.rows import groups, leading
         from stepscope.studies.views.verdict import step_verdict
 
-        shown = BENCHMARK.headline_steps([one for one in records if one.status == "ok"])
+        ok = [one for one in records if one.status == "ok"]
+        shown = BENCHMARK.headline_steps(ok)
         own = [one for one in records if one.study == self.name]
         if not (known := groups(self.results([r for r in own if not shown or r.case in shown]))):
             return None
         lead = leading(known).fullest()
-        return step_verdict(lead.record, lead.workload, lead.summary)
+        verdict = step_verdict(lead.record, lead.workload, lead.summary)
+        if verdict is None or lead.record.case not in shown:
+            return verdict
+        timed = [one for one in ok if one.study == BENCHMARK.name and one.case == lead.record.case]
+        return replace(verdict, listed_ms=median_ms(timed[-1], "step"))
 
 
 STUDY = Profile()
