@@ -337,6 +337,12 @@ def loss_with(**settings: Any) -> Callable[[Tensor, Tensor], Tensor]:
          "its logits are computed by aten.mul.Tensor"),
         (lambda x, t: functional.cross_entropy(x.half().float(), t), "logits are rounded"),
         (lambda x, t: functional.cross_entropy(x[2:], t[2:]), None),
+        (lambda x, t: functional.cross_entropy(x.unflatten(0, (4, -1))[1:].flatten(0, 1), t[4:]),
+         None),
+        (lambda x, t: functional.cross_entropy(
+            x.unflatten(0, (4, 4)).transpose(0, 1).unsqueeze(0).squeeze(0).flatten(0, 1),
+            t.view(4, 4).t().flatten()), None),
+        (lambda x, t: functional.cross_entropy(x[:, :16].t(), t % 16), "logits are cut"),
     ],
 )  # fmt: skip
 def test_losses(loss: Any, reason: str | None) -> None:
@@ -355,6 +361,24 @@ def test_losses(loss: Any, reason: str | None) -> None:
     report = compared(WithLoss())
     assert [x.reason for x in report.left] == ([] if reason is None else [reason])
     assert len(report.applied) == (reason is None)
+
+
+def test_a_matrix_of_as_many_rows_as_columns_may_be_transposed() -> None:
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.cross_entropy(self.head(x).t(), torch.arange(VOCAB))
+
+    torch.manual_seed(0)
+    model, x = Transposed(), torch.randn(VOCAB, WIDTH)
+    loss = compiled(model)(x)
+    torch.testing.assert_close(loss, model(x))
+    assert [x.reason for x in graph_reports()[-1].left] == [
+        "aten.t.default moves the columns of logits"
+    ]
 
 
 def test_autocast_around_the_model() -> None:

@@ -27,12 +27,15 @@ from stepscope.acceleration.passes.matching import (
     value_of,
     writes_between,
 )
+from stepscope.acceleration.torch_internals import fake_mode, shared_arguments
 from stepscope.kernels.cross_entropy import loss_operator
 
 aten = torch.ops.aten
 NAME = "head and loss"
 _REDUCTIONS = {1: "mean", 2: "sum"}
-_VIEWS = (aten.view.default, aten.reshape.default)
+_SHAPED = (aten.view.default, aten.reshape.default)
+_UNLIKE_A_VOCABULARY = 999_983
+"""A prime number of columns."""
 
 
 def fuse_head_and_loss(graph: Graph) -> list[Outcome]:
@@ -77,7 +80,7 @@ def _chain(loss: Node) -> list[Node] | str:
         nodes.insert(0, node)
         if calls(node, aten.linear.default):
             return nodes
-        if not calls(node, *CASTS, *COPIES, *_VIEWS, aten.slice.Tensor):
+        if not calls(node, *CASTS, *COPIES) and not _is_view(node):
             return f"its logits are computed by {node.target}"
         user, node = node, node.args[0]
     return "its logits come from outside of the graph"
@@ -105,29 +108,54 @@ def _unsupported(loss: Node, chain: list[Node]) -> str | None:
             return "logits are rounded"
         if is_tensor(node) and value_of(node).shape[-1] != vocab:
             return "logits are cut"
-        if calls(node, aten.slice.Tensor) and _last_dimension(node):
-            return "logits are cut"
+        if _is_view(node) and not calls(node, *COPIES) and not _leaves_columns(node):
+            return f"{node.target} moves the columns of logits"
     return None
 
 
-def _last_dimension(node: Node) -> bool:
-    dim = node.args[1] if len(node.args) > 1 else 0
-    return dim in (-1, value_of(node).dim() - 1)
+def _is_view(node: Node) -> bool:
+    """Return whether an operator returns the memory of its first argument, in the same dtype."""
+    sources = shared_arguments(node)
+    return (
+        sources == [node.args[0]]
+        and not calls(node, aten.as_strided.default)
+        and is_tensor(node)
+        and value_of(node).dtype == value_of(sources[0]).dtype
+    )
 
 
-def _on_rows(graph: Graph, node: Node, rows: Any) -> Any:
+def _leaves_columns(node: Node) -> bool:
+    """Return whether a view does to rows of any width what it does to logits."""
+    logits, width = value_of(node.args[0]), _UNLIKE_A_VOCABULARY
+    with fake_mode():
+        rows = logits.new_empty((*logits.shape[:-1], width))
+        try:
+            shape = _evaluated(*_on_width(node, rows, width)).shape
+        except (RuntimeError, IndexError):
+            return False
+    return bool(shape == (*value_of(node).shape[:-1], width))
+
+
+def _on_rows(graph: Graph, node: Node, rows: Node) -> Node:
     """Apply to the rows of the input what was applied to the rows of logits."""
     if calls(node, *CASTS, *COPIES):
         return rows
-    if calls(node, *_VIEWS):
+    target, args, kwargs = _on_width(node, rows, value_of(rows).shape[-1])
+    new = graph.call_function(target, args, kwargs)
+    with fake_mode():
+        new.meta["val"] = _evaluated(target, args, kwargs)
+    return new
+
+
+def _on_width(node: Node, rows: Any, width: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return the call of a view for rows of another width."""
+    if calls(node, *_SHAPED):
         shape: Any = node.args[1]
-        width = value_of(rows).shape[-1]
-        return _call(graph, aten.reshape.default, rows, [*shape[:-1], width])
-    return _call(graph, node.target, rows, *node.args[1:], **node.kwargs)
+        return aten.reshape.default, (rows, [*shape[:-1], width]), {}
+    return node.target, (rows, *node.args[1:]), dict(node.kwargs)
 
 
-def _call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    node = graph.call_function(target, args, kwargs)
+def _evaluated(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     values: Any = map_arg((args, kwargs), lambda x: x.meta["val"])
-    node.meta["val"] = target(*values[0], **values[1])
-    return node
+    out: torch.Tensor = target(*values[0], **values[1])
+    return out
