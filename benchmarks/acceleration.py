@@ -45,9 +45,10 @@ PEERS = ("plain", *COMPILED, *(form + CUDNN for form in COMPILED), "liger")
 BY_GRAPH: dict[str, Any] = {
     "stepscope-compile": True,
     "stepscope-compile-passes": {"form": "compiled with passes"},
+    "stepscope-compile-one-region": {"form": "compiled with passes", "regions": False},
 }
 """Forms in which `accelerate` stands on the compiler's graph, with its argument `compile`: the form
-chosen by time, and the one with all passes."""
+chosen by time, the one with all passes, and that one without a region per block."""
 OURS = (
     "stepscope", "stepscope-eager", "stepscope-compiled-blocks", "stepscope-graph", *BY_GRAPH,
 )  # fmt: skip

@@ -215,7 +215,7 @@ class CompiledFunction:
     def _settings(self, kind: str) -> dict[str, Any]:
         """Return the options of the backend for a form."""
         passes = self._passes if kind == PASSES else ()
-        return self._owner.options | {"passes": passes, "regions": kind == PASSES}
+        return {"regions": kind == PASSES} | self._owner.options | {"passes": passes}
 
     # Comparison
 
