@@ -84,17 +84,3 @@ def test_a_comparison_has_every_clock_and_names_the_kernels():
     assert owner(many.attachments["kernels"]["triton"].split("; ")[0]) == "triton"
     short = measured(part=("race",), race=("1x1x128x64",), racers=racers)
     assert {s.variant for s in short.series if s.name == "wall"} == set(racers)
-
-
-@pytest.mark.parametrize("kernel", ["forward", "query", "key_value"])
-def test_tiles_are_timed_or_do_not_fit(kernel: str):
-    changes = {"kernel": kernel, "tile_sizes": (32, 64)}
-    measurement = measured(changes, part=("tiles",), tile_head_dim=(64,))
-    tried = {series.variant for series in measurement.series} | set(
-        measurement.attachments["refused"]
-    )
-    assert tried == {"chosen", "32x32", "32x64", "64x32", "64x64"}
-    (chosen,) = [series for series in measurement.series if series.variant == "chosen"]
-    assert len(chosen.values) == 7
-    assert value_of(measurement.quantities, "registers", variant="sm") == 65536
-    assert value_of(measurement.quantities, "registers", variant="chosen") > 0

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from stepscope.acceleration import backend as backend_module
 from stepscope.acceleration.backend import GraphReport, backend, graph_reports
+from stepscope.acceleration.torch_internals import known_symbols, symbols_of
 from stepscope.errors import UsageError
 
 VOCAB, WIDTH, HEADS, KEY_HEADS, LAYERS = 48, 32, 4, 2, 2
@@ -499,3 +501,40 @@ def test_the_backend_has_a_name_and_inductor_compiles_its_regions() -> None:
         loss.backward()
     for found, expected in zip(model.parameters(), original.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, atol=1e-5, rtol=1e-4)
+
+
+class Pair(nn.Sequential):
+    """A block of two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def test_a_region_is_compiled_in_a_context_of_its_own_with_all_its_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inductor compiles backward passes later, and looks in the tracing context for what it may
+    overwrite; it takes lengths from inputs that are not an expression such as `length - 1`."""
+    contexts: list[object] = []
+
+    def compile_region(module: Any, inputs: Any) -> Any:
+        contexts.append(torch._guards.TracingContext.get())
+        used, known = ({x for one in inputs for x in symbols(one)}
+                       for symbols in (symbols_of, known_symbols))  # fmt: skip
+        assert used
+        assert used <= known
+        return module.forward
+
+    monkeypatch.setitem(backend_module._COMPILERS, "aot_eager", compile_region)
+    model = nn.Sequential(Pair(), Pair(), nn.Linear(8, 8))
+    run = torch.compile(
+        lambda x: model(x[:, :-1]), backend=backend, options={"compiler": "aot_eager"}, dynamic=True
+    )
+    x = torch.randn(2, 9, 8)
+    torch.testing.assert_close(run(x), model(x[:, :-1]))
+    assert graph_reports()[-1].failure is None
+    assert len(contexts) > 1
+    assert len({id(x) for x in contexts}) == len(contexts)

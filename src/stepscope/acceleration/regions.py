@@ -25,8 +25,11 @@ from stepscope.acceleration.torch_internals import (
     as_region_input,
     attribute_of,
     fake_mode,
+    known_symbols,
     module_path,
+    own_tracing_context,
     split,
+    symbols_of,
     written_arguments,
 )
 
@@ -154,8 +157,13 @@ def compile_regions(
     if any(_writes_to_another(node, numbers) for node in numbers):
         numbers = dict.fromkeys(numbers, 0)
     outer = split(module, numbers)
-    compiler = _Compiler(outer, compile_region)
+    compiler = _Compiler(outer, compile_region, inputs)
     compiler.run(*inputs)
+    placeholders = [n for n in outer.graph.nodes if n.op == "placeholder"]
+    for node in outer.graph.nodes:
+        if node.op == "call_module":
+            more = (placeholders[at] for at in compiler.lengths[node.target])
+            node.args = (*node.args, *more)
     for name, compiled in compiler.compiled.items():
         setattr(outer, name, _Call(compiled))
     outer.recompile()
@@ -187,11 +195,16 @@ class _Compiler(Interpreter):
     """Runs the outer graph on fake tensors and compiles each region with its inputs."""
 
     def __init__(
-        self, outer: GraphModule, compile_region: Callable[[GraphModule, Sequence[Any]], Compiled]
+        self,
+        outer: GraphModule,
+        compile_region: Callable[[GraphModule, Sequence[Any]], Compiled],
+        inputs: Sequence[Any],
     ) -> None:
         super().__init__(outer)
-        self._compile = compile_region
+        self._compile, self._inputs = compile_region, inputs
         self.compiled: dict[str, Compiled] = {}
+        self.lengths: dict[str, list[int]] = {}
+        """Which inputs of the outer graph each region has as further arguments."""
         self.by_structure: dict[tuple[object, ...], Compiled] = {}
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,15 +212,31 @@ class _Compiler(Interpreter):
         assert isinstance(region, GraphModule)
         with fake_mode():
             outputs = super().call_module(target, args, kwargs)
+        lengths = self.lengths[str(target)] = self._lengths(args)
+        for _ in lengths:
+            last = [n for n in region.graph.nodes if n.op == "placeholder"][-1]
+            with region.graph.inserting_after(last):
+                region.graph.placeholder("length")
+        region.recompile()
+        args = (*args, *(self._inputs[at] for at in lengths))
         key = _structure(region, args)
         compiled = self.by_structure.get(key)
         if compiled is None:
             single = _with_tuple_output(region)
-            run = self._compile(region, [as_region_input(x) for x in args])
+            with own_tracing_context():
+                run = self._compile(region, [as_region_input(x) for x in args])
             compiled = (lambda *given: run(*given)[0]) if single else run
             self.by_structure[key] = compiled
         self.compiled[str(target)] = compiled
         return outputs
+
+    def _lengths(self, args: Sequence[Any]) -> list[int]:
+        """Return which inputs of the outer graph are lengths that these arguments have only within
+        an expression such as `length - 1`."""
+        unknown = set().union(*map(symbols_of, args)) - set().union(*map(known_symbols, args))
+        found = {symbol: at for at, x in enumerate(self._inputs) if isinstance(x, torch.SymInt)
+                 for symbol in known_symbols(x) & unknown}  # fmt: skip
+        return sorted(found.values())
 
 
 def _with_tuple_output(region: GraphModule) -> bool:

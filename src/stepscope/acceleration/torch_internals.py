@@ -3,9 +3,11 @@ a new version of torch. Tested with 2.11 and 2.13."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
-from torch._guards import TracingContext
+from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator
 from torch.amp import autocast_mode
 from torch.fx import GraphModule, Interpreter, Node
@@ -129,10 +131,26 @@ def compiled_apart(function: Callable[..., Any], backend: Callable[..., Any]) ->
         once = {x for name, x in vars(logging.Logger).items() if name.endswith("_once")}
         if not once:
             return compiled(*args, **kwargs)
-        with torch._dynamo.config.patch(ignore_logger_methods=once):
+        with torch._dynamo.config.patch(ignore_logger_methods=once), _without_metrics_errors():
             return compiled(*args, **kwargs)
 
     return call
+
+
+@contextmanager
+def _without_metrics_errors() -> Iterator[None]:
+    """torch 2.11 sorts the functions to ignore, to log them among its metrics, and reports that it
+    cannot."""
+    log = logging.getLogger("torch._dynamo.metrics_context")
+    log.addFilter(_is_about_the_program)
+    try:
+        yield
+    finally:
+        log.removeFilter(_is_about_the_program)
+
+
+def _is_about_the_program(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Unexpected exception logging")
 
 
 def module_path(node: Node) -> list[tuple[str, Any]]:
@@ -144,6 +162,29 @@ def module_path(node: Node) -> list[tuple[str, Any]]:
 def split(module: GraphModule, region_of: dict[Node, int]) -> GraphModule:
     """Return a graph that calls one submodule per region."""
     return split_module(module, module, lambda node: region_of[node], keep_original_order=True)
+
+
+def symbols_of(value: Any) -> set[Any]:
+    """Return the symbols in the sizes and strides of a tensor, or in a number."""
+    if isinstance(value, Tensor):
+        return set().union(*(symbols_of(n) for n in (*value.shape, *value.stride())))
+    return set(value.node.expr.free_symbols) if isinstance(value, torch.SymInt) else set()
+
+
+def known_symbols(value: Any) -> set[Any]:
+    """Return the symbols whose value a compiled graph reads from this input: those that are a size
+    or a number by themselves."""
+    sizes = value.shape if isinstance(value, Tensor) else (value,)
+    return {n.node.expr for n in sizes if isinstance(n, torch.SymInt) and n.node.expr.is_symbol}
+
+
+@contextmanager
+def own_tracing_context() -> Iterator[None]:
+    """Compile one of several graphs of a trace. The backward pass is compiled in its first call,
+    in the context of the forward: in a shared one, it would find which buffers may be overwritten
+    in the graph that was compiled last."""
+    with tracing(copy.copy(TracingContext.get())):
+        yield
 
 
 def compile_with_inductor(module: GraphModule, inputs: Sequence[Any]) -> Compiled:
