@@ -35,7 +35,9 @@ WIDTH, ROWS = 256, 512
 
 
 def of_logits(model: nn.Module, batch: Any) -> Tensor:
-    return functional.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+    logits = model(batch[0])
+    # As the loss of the built-in model: autocast alone would leave the cast to the kernel.
+    return functional.cross_entropy(logits.float().flatten(0, -2), batch[1].flatten())
 
 
 def square(model: nn.Module, batch: Any) -> Tensor:
@@ -78,6 +80,26 @@ def test_agrees_with_the_closed_form_of_the_built_in_model(dtype: str) -> None:
     assert abs(peak.allocated - peak_expected) < 0.001 * peak_expected
     for line in (PARAMETERS, OPTIMIZER):
         assert prediction.kinds[line] == pytest.approx(expected.peak.lines[line], rel=0.02)
+
+
+def test_a_loss_under_autocast_has_no_copy_of_the_logits_in_float32() -> None:
+    """Its kernels read and write 16 bits; saved and their gradient in float32, as on an H200."""
+
+    def peak(wide: bool) -> int:
+        with torch.device("meta"):
+            model = nn.Linear(8, 4096, bias=False)
+        found = stepscope.predict(
+            model,
+            torch.optim.SGD(model.parameters()),
+            (torch.zeros(1024, 8), torch.zeros(1024, dtype=torch.long)),
+            loss_fn=lambda model, batch: functional.cross_entropy(
+                model(batch[0]).float() if wide else model(batch[0]), batch[1]
+            ),
+            dtype=torch.bfloat16,
+        )
+        return found.peak.allocated
+
+    assert peak(wide=True) - peak(wide=False) == pytest.approx(2 * 1024 * 4096, rel=0.01)
 
 
 def test_counts_what_a_real_step_allocates() -> None:

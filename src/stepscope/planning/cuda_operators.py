@@ -17,9 +17,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepscope.measure.autocast_rules import NARROW, CudaAutocast
+from stepscope.measure.autocast_rules import NARROW, CudaAutocast, rule_name
 
 _NO_GRAPH_TASK = -1
+_NARROW_DTYPES = (torch.float16, torch.bfloat16)
 _DIMENSIONS = 4
 """Batch, heads, length, size of a head."""
 _UNSHARED = 4
@@ -108,6 +109,60 @@ class _FusedAttention(torch.autograd.Function):
         return *gradients, None, None, None
 
 
+def _wide_softmax_output(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+def _wide_softmax_gradient(gradient: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    del out
+    return gradient.new_empty(gradient.shape, dtype=dtype)
+
+
+_predicted_softmax = _operator("predicted_softmax", _wide_softmax_output)
+_predicted_softmax_backward = _operator("predicted_softmax_backward", _wide_softmax_gradient)
+
+
+class _WideSoftmax(torch.autograd.Function):
+    """Allocates and saves what a softmax or its logarithm in float32 does for 16-bit inputs: CUDA
+    reads and writes them within its kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out: Tensor = _predicted_softmax(x)
+        ctx.save_for_backward(out)
+        ctx.dtype = x.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _predicted_softmax_backward(gradient, *ctx.saved_tensors, ctx.dtype)
+
+
+def _cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
+    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    if target.is_floating_point() or label_smoothing:
+        return functional.cross_entropy(
+            input.float(), target, weight, size_average, ignore_index, reduce, reduction,
+            label_smoothing,
+        )  # fmt: skip
+    logarithms = _WideSoftmax.apply(input)  # type: ignore[no-untyped-call]
+    return functional.nll_loss(
+        logarithms, target, weight, size_average, ignore_index, reduce, reduction
+    )
+
+
+def _softmax(input: Tensor, *_: Any, **__: Any) -> Tensor:
+    out: Tensor = _WideSoftmax.apply(input)  # type: ignore[no-untyped-call]
+    return out
+
+
+_OF_16_BIT = {"cross_entropy": _cross_entropy, "softmax": _softmax, "log_softmax": _softmax}
+"""Operators that take 16-bit inputs where autocast runs them in float32."""
+
+
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Dropout that saves a boolean mask."""
     if not training or p == 0.0:
@@ -164,6 +219,18 @@ class CudaDtypes(CudaAutocast):
 
     def __init__(self) -> None:
         super().__init__(torch.float32)
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        replaced = _OF_16_BIT.get(rule_name(function))
+        first = arguments[0] if arguments else None
+        if replaced and isinstance(first, Tensor) and first.dtype in _NARROW_DTYPES:
+            keywords = keywords or {}
+            wanted = keywords.get("dtype")
+            if wanted is torch.float32 or (wanted is None and torch.is_autocast_enabled("cpu")):
+                return replaced(*arguments, **keywords)
+        return super().__torch_function__(function, types, arguments, keywords)
 
     def dtype_of(self, name: str, inputs: Any) -> torch.dtype | None:
         if name in NARROW or not torch.is_autocast_enabled("cpu"):
