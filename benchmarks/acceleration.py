@@ -281,6 +281,9 @@ class Built:
                 "peak_gib": (torch.cuda.max_memory_allocated() - allocated) / 2**30,
                 "reserved_gib": (torch.cuda.max_memory_reserved() - reserved) / 2**30,
             }
+            torch.cuda.empty_cache()
+            self.resident = torch.cuda.memory_reserved() - reserved
+            """Bytes between steps, with the memory of CUDA graphs."""
 
     def _run(self, steps: int) -> list[float]:
         """Run consecutive steps without waiting for them; return the milliseconds of each."""
@@ -362,6 +365,7 @@ class Turns:
             built = self._alive[form] = Built(self._bench, form)
             self._largest = max(self._largest, built.gib.get("reserved_gib", 0.0))
         device = pick_device(self._bench.device.type)
+        others = self._reset_peak(built)
         before = device.energy_j()
         samples = built.block(self._bench.args.seconds)
         after = device.energy_j()
@@ -377,9 +381,24 @@ class Turns:
             "first_step_s": built.first_step_s,
             "build_s": built.build_s,
             **built.gib,
+            **self._steps_gib(others),
             **energy,
             **({} if explain is None else {"explain": explain()}),
         }
+
+    def _reset_peak(self, built: Built) -> int:
+        """Begin to measure the peak of a block, without what was needed to build the form; return
+        the bytes of the other forms."""
+        if self._bench.device.type != "cuda":
+            return 0
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_reserved() - built.resident
+
+    def _steps_gib(self, others: int) -> dict[str, float]:
+        if self._bench.device.type != "cuda":
+            return {}
+        return {"steps_gib": (torch.cuda.max_memory_reserved() - others) / 2**30}
 
     def _make_room(self) -> None:
         if self._bench.device.type != "cuda":
@@ -398,7 +417,7 @@ class Turns:
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """Write the median of each form's blocks, with its ratio to the best peer."""
-    out = [f"{'row':20} {'form':26} {'step':>10} {'vs peer':>8} {'peak':>10}  note"]
+    out = [f"{'row':20} {'form':26} {'step':>10} {'vs peer':>8} {'memory':>10}  note"]
     for row in dict.fromkeys(line["row"] for line in lines):
         of_row = [line for line in lines if line["row"] == row]
         times = {
@@ -412,7 +431,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
             mine = [line for line in of_row if line["form"] == form]
             note = next((line["skipped"] for line in mine if "skipped" in line), "")
             note = note or next((line["explain"] for line in mine if "explain" in line), "")
-            peak = max((line.get("peak_gib", 0.0) for line in mine), default=0.0)
+            peak = max((line.get("steps_gib", 0.0) for line in mine), default=0.0)
             ms, memory = times.get(form), f"{peak:.2f} GiB" if peak else "-"
             step, ratio = ("-", "-") if ms is None else (f"{ms:.3f} ms", f"{best / ms:.3f}x")
             out.append(f"{row:20} {form:26} {step:>10} {ratio:>8} {memory:>10}  {note}")

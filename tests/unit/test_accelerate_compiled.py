@@ -551,3 +551,39 @@ def test_invalid_arguments_leave_the_model_as_it_is(arguments: dict[str, Any]) -
         stepscope.accelerate(model, **arguments)
     assert "forward" not in vars(model)
     stepscope.accelerate(model, compile=True).undo()
+
+
+def test_gradients_are_compared_region_by_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values are right in all regions, the gradients wrong in those of the first kind."""
+    from stepscope.acceleration import backend, torch_internals
+
+    kinds: list[Any] = []
+
+    def wrong(module: Any, inputs: Any) -> Any:
+        compiled = torch_internals.compile_with_aot_eager(module, inputs)
+        kinds.append(module)
+        if len(kinds) != 2:
+            return compiled
+        return lambda *given: tuple(x + 0.5 * (x - x.detach()) for x in compiled(*given))
+
+    monkeypatch.setitem(backend._COMPILERS, "aot_eager", wrong)
+    original, changed, report = pair(Model(layers=3))
+    same(original, changed, ids_of())
+    assert len(kinds) > 2
+    reasons = [x.reason for x in report.left if "differ" in x.reason]
+    assert any(x.startswith("in region 1: the gradients differ") for x in reasons), reasons
+
+
+def test_the_comparison_saves_no_activations_of_the_original() -> None:
+    eager: list[bool] = []
+
+    class Noted(Model):
+        def forward(self, ids: Tensor) -> Any:
+            if not torch.compiler.is_compiling():
+                eager.append(torch.is_grad_enabled())
+            return super().forward(ids)
+
+    _, changed, report = pair(Noted(layers=2))
+    changed(ids_of()).backward()
+    assert eager == [False]
+    assert not [x for x in report.left if "differ" in x.reason]

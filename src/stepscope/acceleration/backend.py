@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import GraphModule
 
 from stepscope.acceleration import torch_internals
+from stepscope.acceleration.comparison import Comparison
 from stepscope.acceleration.passes import attention, head_loss
 from stepscope.acceleration.passes.matching import Applied, Left, Outcome
-from stepscope.acceleration.regions import ONE_REGION, Regions, compile_regions
+from stepscope.acceleration.regions import ONE_REGION, Regions, compile_regions, hoist_views
 from stepscope.errors import UsageError, one_line
 
 _log = logging.getLogger(__name__)
@@ -75,8 +78,7 @@ def backend(
     `regions` (False: one), `kernels` (True or False: whether attention kernels are used, otherwise
     by device).
     """
-    compiled, _ = compiled_graph(module, inputs, _checked(options or {}))
-    return compiled
+    return compiled_graph(module, inputs, _checked(options or {}))[0]
 
 
 class Graphs:
@@ -86,22 +88,38 @@ class Graphs:
         self._options = _checked(options)
         self.passes = _names(options)
         self.reports: list[GraphReport] = []
+        self._differences: list[str] | None = None
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> torch_internals.Compiled:
-        compiled, report = compiled_graph(module, inputs, self._options)
+        compiled, report, comparison = compiled_graph(module, inputs, self._options)
         self.reports.append(report)
-        return compiled
+
+        def run(*given: Any) -> Any:
+            if self._differences is not None:
+                self._differences += comparison.differences(given)
+            return compiled(*given)
+
+        return run
+
+    @contextmanager
+    def compared(self) -> Iterator[list[str]]:
+        """Compare the regions of each graph that is called; yields how they differ."""
+        self._differences = []
+        try:
+            yield self._differences
+        finally:
+            self._differences = None
 
 
 def compiled_graph(
     module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]
-) -> tuple[torch_internals.Compiled, GraphReport]:
-    """Compile one graph, and return what became of it too."""
+) -> tuple[torch_internals.Compiled, GraphReport, Comparison]:
+    """Compile one graph; return what became of it too, and what it is to be compared with."""
     compile_region = _COMPILERS[options.get("compiler", "inductor")]
     failure = torch_internals.why_not_retraced(module)
     if failure is None:
         try:
-            compiled, report = _rewritten(module, inputs, options, compile_region)
+            compiled, report, comparison = _rewritten(module, inputs, options, compile_region)
         except torch_internals.RestartAnalysis:
             # Dynamo traces again, with a number as a constant.
             raise
@@ -110,23 +128,25 @@ def compiled_graph(
             failure = one_line(error)
     if failure is not None:
         compiled, report = compile_region(module, inputs), GraphReport(failure=failure)
+        comparison = Comparison.of_one(module, compiled, inputs)
     _reports.latest.append(report)
     _log.info("%s", report)
-    return compiled, report
+    return compiled, report, comparison
 
 
 def _rewritten(
     module: GraphModule, inputs: Sequence[Any], options: dict[str, Any], compile_region: Any
-) -> tuple[torch_internals.Compiled, GraphReport]:
+) -> tuple[torch_internals.Compiled, GraphReport, Comparison]:
     fakes = torch_internals.fake_inputs(module, inputs)
     traced = torch_internals.retraced(module, fakes)
+    hoist_views(traced)
+    torch_internals.note_names(traced)
+    original = GraphModule(traced, copy.deepcopy(traced.graph))
     outcomes = tuple(run_passes(traced, options.get("kernels"), _names(options)))
-    if options.get("regions", True):
-        compiled, regions = compile_regions(traced, fakes, compile_region)
-    else:
-        leaves = [torch_internals.as_region_input(x) for x in fakes]
-        compiled, regions = compile_region(traced, leaves), ONE_REGION
-    return compiled, GraphReport(regions, outcomes)
+    compiled, regions, comparison = compile_regions(
+        traced, original, fakes, compile_region, by_block=options.get("regions", True)
+    )
+    return compiled, GraphReport(regions, outcomes), comparison
 
 
 def _names(options: dict[str, Any]) -> tuple[str, ...]:
@@ -161,6 +181,7 @@ def run_passes(
     if attention.NAME in names:
         outcomes += attention.fuse_attention(module.graph, kernels=kernels)
     module.graph.eliminate_dead_code()
+    torch_internals.rename_replacements(module)
     module.graph.lint()
     module.recompile()
     return outcomes

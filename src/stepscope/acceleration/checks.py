@@ -90,17 +90,21 @@ def difference(
     tolerance: float = 0.0,
     unused: Sequence[int] = (),
     alike: Alike | None = None,
+    *,
+    gradients: bool = True,
 ) -> str:
     """Return how the replacement differs from the original on these inputs; empty if it does not.
     `tolerance` is a relative error that is accepted in any case; `unused` has the indices of
-    outputs that are not compared; `alike` is read and updated."""
+    outputs that are not compared; `alike` is read and updated. Without `gradients`, outputs alone
+    are compared: the original saves nothing for a backward pass then."""
     errors = {} if alike is None else alike.errors
     original, replaced = (_without(forward, unused) for forward in (original, replaced))
+    run_original = _run if gradients else torch.no_grad()(_run)
     with _preserved(module, args, kwargs):
-        expected = _run(module, original, args, kwargs)
+        expected = run_original(module, original, args, kwargs, gradients)
     try:
         with _preserved(module, args, kwargs):
-            actual = _run(module, replaced, args, kwargs)
+            actual = _run(module, replaced, args, kwargs, gradients)
     except torch.OutOfMemoryError:
         raise
     except NotReplacedError as error:
@@ -110,11 +114,29 @@ def difference(
     if actual.structure != expected.structure:
         return f"it returns {actual.structure} instead of {expected.structure}"
     kind = (type(module), tolerance, *map(_kind, (*expected.outputs, *expected.gradients)))
+
+    def reference() -> Run:
+        run = _reference if gradients else torch.no_grad()(_reference)
+        with _preserved(module, args, kwargs):
+            found = run(module, original, args, kwargs)
+        return found if gradients else found._replace(gradients=[])
+
+    return differs(expected, actual, reference, errors, kind, tolerance)
+
+
+def differs(
+    expected: Run,
+    actual: Run,
+    in_float32: Callable[[], Run],
+    errors: dict[Any, list[float]],
+    kind: Any,
+    tolerance: float = 0.0,
+) -> str:
+    """Return how two runs differ; `errors` has those of the original by kind, and is updated."""
     if _agree(actual, expected, tolerance, errors.get(kind)):
         return ""
     try:
-        with _preserved(module, args, kwargs):
-            reference = _reference(module, original, args, kwargs)
+        reference = in_float32()
     except (torch.OutOfMemoryError, RuntimeError, TypeError):
         # Not every module runs in float32; the original in its own dtype is the reference then.
         reference = expected
@@ -237,11 +259,15 @@ def _relative(value: Tensor, exact: Tensor) -> float:
     return _distance(value, exact) / max(float(exact.double().norm()), 1e-30)
 
 
-def _run(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Run:
+def _run(
+    module: nn.Module, forward: Forward, args: Any, kwargs: Any, gradients: bool = True
+) -> Run:
     """Run forward and backward on detached inputs."""
     leaves, tree = tree_flatten((args, kwargs))
     inputs = _inputs(leaves)
     args, kwargs = tree_unflatten(inputs, tree)
+    if not gradients:
+        return _backward(forward(*args, **kwargs), [], [])
     parameters = [p for p in module.parameters() if p.requires_grad]
     return _backward(forward(*args, **kwargs), inputs, parameters)
 
@@ -263,15 +289,20 @@ def _reference(module: nn.Module, original: Forward, args: Any, kwargs: Any) -> 
 
 
 def _backward(output: Any, inputs: list[Any], parameters: Sequence[Tensor]) -> Run:
-    outputs = list(_tensors(output))
-    differentiable = [leaf for leaf in outputs if leaf.requires_grad]
     wanted = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad] + [*parameters]
+    structure = str(tree_map(lambda leaf: type(leaf).__name__, output))
+    return fixed_gradients(list(_tensors(output)), wanted)._replace(structure=structure)
+
+
+def fixed_gradients(outputs: Sequence[Any], wanted: Sequence[Tensor]) -> Run:
+    """Return the tensors among the outputs, and their gradients for fixed random ones of theirs."""
+    tensors = [x for x in outputs if isinstance(x, Tensor)]
+    differentiable = [x for x in tensors if x.requires_grad]
     gradients: list[Tensor | None] = [None] * len(wanted)
     if differentiable and wanted:
         upstream = [_upstream(leaf, index) for index, leaf in enumerate(differentiable)]
         gradients = list(torch.autograd.grad(differentiable, wanted, upstream, allow_unused=True))
-    structure = str(tree_map(lambda leaf: type(leaf).__name__, output))
-    return Run(structure, [leaf.detach() for leaf in outputs], gradients)
+    return Run("", [x.detach() for x in tensors], gradients)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -166,7 +166,8 @@ class CompiledFunction:
         is_new = not is_capturing() and self._is_new(args, kwargs)
         if is_new and not self._compared_as_equal(args, kwargs):
             return self._as_it_is(*args, **kwargs)
-        return self._variant()(*args, **kwargs)
+        run, _ = self._variant()
+        return run(*args, **kwargs)
 
     def _as_it_is(self, *args: Any, **kwargs: Any) -> Any:
         with self._owner.suspended():
@@ -197,20 +198,20 @@ class CompiledFunction:
         )  # fmt: skip
         return True
 
-    def _variant(self, **options: Any) -> Callable[..., Any]:
+    def _variant(self, **options: Any) -> tuple[Callable[..., Any], Graphs]:
         """Return the compiled function with the present passes, compiled in its first call."""
         settings = self._settings(self.kind) | options
         key = tuple(settings.items())
         if key not in self._variants:
             graphs = Graphs(**settings)
             self._variants[key] = compiled_apart(self._run, graphs), graphs
-        compiled, _ = self._variants[key]
+        compiled, graphs = self._variants[key]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._owner.suspended():
                 return compiled(*args, **kwargs)
 
-        return run
+        return run, graphs
 
     def _settings(self, kind: str) -> dict[str, Any]:
         """Return the options of the backend for a form."""
@@ -273,15 +274,22 @@ class CompiledFunction:
             draws_numbers = not all(map(torch.equal, before, after))
             return output
 
+        found: list[str] = []
+
         def replaced(*args: Any, **kwargs: Any) -> Any:
             # Inductor draws other random numbers: its input is compared then.
             options = {"compiler": "aot_eager"} if draws_numbers else {}
-            return self._variant(**options)(*args, **kwargs)
+            run, graphs = self._variant(**options)
+            with graphs.compared() as differences:
+                output = run(*args, **kwargs)
+            found.extend(differences)
+            return output
 
         try:
-            return difference(self._owner.model, original, replaced, args, kwargs)
+            why = difference(self._owner.model, original, replaced, args, kwargs, gradients=False)
         except torch.OutOfMemoryError:
             return "there is not enough memory to compare it with the original"
+        return next(iter(found), why)
 
     def _random_states(self) -> list[Tensor]:
         states = [torch.get_rng_state()]

@@ -16,6 +16,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from stepscope.acceleration.comparison import (
+    Comparison,
+    CompiledPart,
+    Part,
+    constants_of,
+    with_gradient,
+)
 from stepscope.acceleration.passes.matching import is_tensor, memory_of, value_of
 from stepscope.acceleration.torch_internals import (
     ENTERS_AUTOCAST,
@@ -148,14 +155,18 @@ def _blocks(nodes: Sequence[Node]) -> dict[Node, str]:
 
 def compile_regions(
     module: GraphModule,
+    original: GraphModule,
     inputs: Sequence[Any],
     compile_region: Callable[[GraphModule, Sequence[Any]], Compiled],
-) -> tuple[Compiled, Regions]:
-    """Compile each kind of region once, and return the graph that calls them."""
-    hoist_views(module)
+    *,
+    by_block: bool = True,
+) -> tuple[Compiled, Regions, Comparison]:
+    """Compile each kind of region once, and return the graph that calls them, with the regions of
+    the original graph to compare them with."""
     numbers = region_numbers(module)
-    if any(_writes_to_another(node, numbers) for node in numbers):
+    if not by_block or any(_writes_to_another(node, numbers) for node in numbers):
         numbers = dict.fromkeys(numbers, 0)
+    before = split(original, _numbers_of(original, numbers))
     outer = split(module, numbers)
     compiler = _Compiler(outer, compile_region, inputs)
     compiler.run(*inputs)
@@ -164,11 +175,39 @@ def compile_regions(
         if node.op == "call_module":
             more = (placeholders[at] for at in compiler.lengths[node.target])
             node.args = (*node.args, *more)
+    comparison = Comparison(
+        tuple(n.name for n in placeholders),
+        {number: Part.of(part) for number, part in _parts(before)},
+        {number: compiler.compiled[_NAME + str(number)] for number, _ in _parts(outer)},
+        constants_of(before) | constants_of(outer),
+    )
     for name, compiled in compiler.compiled.items():
-        setattr(outer, name, _Call(compiled))
+        setattr(outer, name, _Call(compiled.run))
     outer.recompile()
     regions = Regions(len(compiler.compiled), len(compiler.by_structure))
-    return outer.forward, regions
+    return outer.forward, regions, comparison
+
+
+_NAME = "submod_"
+"""Prefix of the submodules of a split graph."""
+
+
+def _parts(outer: GraphModule) -> Iterator[tuple[int, GraphModule]]:
+    for name, part in outer.named_children():
+        if isinstance(part, GraphModule):
+            yield int(name.removeprefix(_NAME)), part
+
+
+def _numbers_of(original: GraphModule, numbers: dict[Node, int]) -> dict[Node, int]:
+    """Return the regions of the nodes before the passes: nodes that went belong to that of the
+    next one that did not, as the head does to that of the loss."""
+    by_name = {node.name: number for node, number in numbers.items()}
+    found: dict[Node, int] = {}
+    current = max(by_name.values(), default=0)
+    for node in reversed(original.graph.nodes):
+        if node.op not in ("placeholder", "output"):
+            found[node] = current = min(current, by_name.get(node.name, current))
+    return found
 
 
 def _writes_to_another(node: Node, numbers: dict[Node, int]) -> bool:
@@ -202,7 +241,7 @@ class _Compiler(Interpreter):
     ) -> None:
         super().__init__(outer)
         self._compile, self._inputs = compile_region, inputs
-        self.compiled: dict[str, Compiled] = {}
+        self.compiled: dict[str, CompiledPart] = {}
         self.lengths: dict[str, list[int]] = {}
         """Which inputs of the outer graph each region has as further arguments."""
         self.by_structure: dict[tuple[object, ...], Compiled] = {}
@@ -219,6 +258,7 @@ class _Compiler(Interpreter):
                 region.graph.placeholder("length")
         region.recompile()
         args = (*args, *(self._inputs[at] for at in lengths))
+        part = Part.of(region)
         key = _structure(region, args)
         compiled = self.by_structure.get(key)
         if compiled is None:
@@ -227,7 +267,8 @@ class _Compiler(Interpreter):
                 run = self._compile(region, [as_region_input(x) for x in args])
             compiled = (lambda *given: run(*given)[0]) if single else run
             self.by_structure[key] = compiled
-        self.compiled[str(target)] = compiled
+        kind = list(self.by_structure).index(key)
+        self.compiled[str(target)] = CompiledPart(part, compiled, with_gradient(part, args), kind)
         return outputs
 
     def _lengths(self, args: Sequence[Any]) -> list[int]:

@@ -159,8 +159,28 @@ def module_path(node: Node) -> list[tuple[str, Any]]:
     return [(str(path), kind) for path, kind in stack.values()]
 
 
+_NAME = "name_before_split"
+
+
+def note_names(module: GraphModule) -> None:
+    """Let the nodes that replace others, and so have their `meta`, know what they replace."""
+    for node in module.graph.nodes:
+        node.meta[_NAME] = node.name
+
+
+def rename_replacements(module: GraphModule) -> None:
+    """Give nodes that replaced another one its name."""
+    present = {node.name for node in module.graph.nodes}
+    for node in reversed(module.graph.nodes):
+        replaced = node.meta.get(_NAME)
+        if replaced is not None and replaced not in present:
+            node.name = replaced
+            present.add(replaced)
+
+
 def split(module: GraphModule, region_of: dict[Node, int]) -> GraphModule:
     """Return a graph that calls one submodule per region."""
+    note_names(module)
     return split_module(module, module, lambda node: region_of[node], keep_original_order=True)
 
 
@@ -185,6 +205,11 @@ def own_tracing_context() -> Iterator[None]:
     in the graph that was compiled last."""
     with tracing(copy.copy(TracingContext.get())):
         yield
+
+
+def name_before_split(node: Node) -> str:
+    """Return the name of a node, as the inputs of other regions have it."""
+    return str(node.meta.get(_NAME, node.name))
 
 
 def compile_with_inductor(module: GraphModule, inputs: Sequence[Any]) -> Compiled:

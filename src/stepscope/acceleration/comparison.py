@@ -1,0 +1,181 @@
+"""Compares a compiled graph with the graph as it was before the passes, region by region.
+
+Each region runs twice on the values that the original graph has there: as it was, and compiled.
+Its outputs are compared, and the gradients of its inputs for random gradients of the outputs, by
+the error policy of `checks`. The extra memory is that of one region, and of the values between
+regions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from stepscope.acceleration.checks import Run, differs, fixed_gradients
+from stepscope.acceleration.passes.matching import written_memory
+from stepscope.acceleration.torch_internals import (
+    attribute_of,
+    name_before_split,
+)
+
+
+@dataclass
+class Part:
+    """A region of a graph, with the names of the values that it reads and returns."""
+
+    graph: GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    written: frozenset[str]
+    """Inputs that it writes to."""
+
+    @classmethod
+    def of(cls, graph: GraphModule) -> Part:
+        placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        returned = next(iter(reversed(graph.graph.nodes))).args[0]
+        outputs = returned if isinstance(returned, tuple | list) else (returned,)
+        written = written_memory(graph.graph)
+        return cls(
+            graph,
+            tuple(str(n.target) for n in placeholders),
+            tuple(name_before_split(n) if isinstance(n, Node) else "" for n in outputs),
+            frozenset(str(n.target) for n in placeholders if n in written),
+        )
+
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        return as_tuple(self.graph(*values))
+
+
+@dataclass
+class CompiledPart:
+    """A compiled region."""
+
+    part: Part
+    run: Callable[..., Any]
+    needs_gradient: frozenset[str]
+    kind: int
+    """Equal for regions with the same operators and inputs."""
+
+
+@dataclass
+class Comparison:
+    """The regions of a graph before the passes, and compiled, by their numbers."""
+
+    inputs: tuple[str, ...]
+    original: Mapping[int, Part]
+    compiled: Mapping[int, CompiledPart]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Attributes that regions have as inputs."""
+    errors: dict[object, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def of_one(
+        cls, graph: GraphModule, compiled: Callable[..., Any], inputs: Sequence[Any]
+    ) -> Comparison:
+        """Return the comparison of a graph that is one region."""
+        part = Part.of(graph)
+        compared = CompiledPart(part, compiled, with_gradient(part, inputs), 0)
+        return cls(part.inputs, {0: part}, {0: compared})
+
+    def differences(self, given: Sequence[Any]) -> Iterator[str]:
+        """Yield how compiled regions differ from the original ones."""
+        values = dict(self.constants) | dict(zip(self.inputs, given, strict=True))
+        made: dict[str, Any] = {}
+        learned = {n for n, x in values.items() if isinstance(x, Tensor) and x.requires_grad}
+        for number in sorted({*self.original, *self.compiled}):
+            before, after = self.original.get(number), self.compiled.get(number)
+            if before is not None and after is not None:
+                known = {
+                    n: values.get(n, made.get(n)) for n in (*before.inputs, *after.part.inputs)
+                }
+                why = self._difference(before, after, known, learned)
+                if why:
+                    yield f"in region {number}: {why}" if len(self.compiled) > 1 else why
+            with torch.no_grad():
+                if after is not None and set(after.part.outputs) - set(
+                    before.outputs if before else ()
+                ):
+                    found = after.part(*_inputs(after.part, made | values).values())
+                    made.update(zip(after.part.outputs, found, strict=True))
+                if before is not None:
+                    inputs = _inputs(before, values)
+                    values.update(zip(before.outputs, before(*inputs.values()), strict=True))
+                    # Later regions read what was written.
+                    values.update({name: inputs[name] for name in before.written})
+
+    def _difference(
+        self, before: Part, after: CompiledPart, values: Mapping[str, Any], learned: Collection[str]
+    ) -> str:
+        outputs = [name for name in before.outputs if name and name in after.part.outputs]
+        wanted = [name for name in before.inputs if name in after.needs_gradient]
+        learned = after.needs_gradient | {n for n in before.inputs if n in learned}
+
+        drawn: list[bool] = []
+
+        def run(part: Part, call: Callable[..., Any], dtype: torch.dtype | None = None) -> Run:
+            leaves = {name: _leaf(values[name], name in learned, dtype) for name in part.inputs}
+            inputs = _inputs(part, leaves, clone=Tensor.clone)
+            device = _device(leaves.values())
+            exact = torch.autocast(device.type, enabled=False) if dtype else nullcontext()
+            devices = [device] if device.type == "cuda" else []
+            with torch.random.fork_rng(devices), torch.enable_grad(), exact:
+                states = _random_states(devices)
+                produced = dict(zip(part.outputs, as_tuple(call(*inputs.values())), strict=True))
+                drawn.append(not all(map(torch.equal, states, _random_states(devices))))
+                return fixed_gradients(
+                    [produced[name] for name in outputs], [leaves[name] for name in wanted]
+                )
+
+        expected = run(before, before)
+        # Inductor draws other random numbers than eager operators.
+        actual = run(after.part, after.part if drawn[0] else after.run)
+        in_float32 = partial(run, before, before, torch.float32)
+        return differs(expected, actual, in_float32, self.errors, after.kind)
+
+
+def _device(values: Iterable[Any]) -> torch.device:
+    found = (x.device for x in values if isinstance(x, Tensor))
+    return next(found, torch.device("cpu"))
+
+
+def _random_states(devices: Sequence[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+
+
+def with_gradient(part: Part, inputs: Sequence[Any]) -> frozenset[str]:
+    """Return the names of the inputs that require a gradient."""
+    named = zip(part.inputs, inputs, strict=True)
+    return frozenset(name for name, x in named if isinstance(x, Tensor) and x.requires_grad)
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def constants_of(outer: GraphModule) -> dict[str, Any]:
+    """Return the attributes that the outer graph reads."""
+    return {n.name: attribute_of(outer, n) for n in outer.graph.nodes if n.op == "get_attr"}
+
+
+def _inputs(
+    part: Part, values: Mapping[str, Any], clone: Callable[[Tensor], Tensor] | None = None
+) -> dict[str, Any]:
+    """Return the values that a region reads; copies of those that it writes to."""
+    make = clone or (lambda x: x.detach().clone())
+    return {n: make(values[n]) if n in part.written else values[n] for n in part.inputs}
+
+
+def _leaf(value: Any, requires_grad: bool, dtype: torch.dtype | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    if not value.is_floating_point():
+        return value
+    return value.to(dtype or value.dtype).detach().requires_grad_(requires_grad)
