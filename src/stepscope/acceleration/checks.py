@@ -33,6 +33,9 @@ from stepscope.torch_tools.kernel_compilation import compile_kernels
 ERROR_RATIO = 2.0
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Relative error that is always accepted, by the narrowest dtype of the call."""
+_NUMBER = 1e-4
+"""Relative error that is accepted of a single float32 number that comes from 16-bit ones, such as a
+loss: there the errors of the original cancel more or less by chance."""
 _ZERO = 16 * torch.finfo(torch.float32).eps
 """Norm of a tensor in float32, relative to that of the largest, which is that of rounding."""
 
@@ -205,8 +208,11 @@ def _agree(actual: Run, expected: Run, tolerance: float, errors: list[float] | N
 def _bound(new: Tensor, old: Tensor, narrowest: torch.dtype, tolerance: float) -> float:
     """Return the relative error that is accepted in any case. Gradients of float32 parameters were
     computed from inputs in the dtype of the call, the `narrowest`."""
+    is_number = new.numel() == 1 and torch.is_autocast_enabled(new.device.type)
     return max(
-        tolerance, *(_ROUNDING.get(dtype, 1e-5) for dtype in (new.dtype, old.dtype, narrowest))
+        tolerance,
+        _NUMBER if is_number else 0.0,
+        *(_ROUNDING.get(dtype, 1e-5) for dtype in (new.dtype, old.dtype, narrowest)),
     )
 
 
