@@ -21,8 +21,6 @@ _FLOAT32 = 4
 _INT64 = 8
 _ATTENTION_OUTPUT = "attention output"
 
-MODES = ("forward", "forward-backward", "train-step")
-
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters by part; `attention`, `feed_forward` and `norms` over all layers."""

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from stepscope.analysis.conclusions import deduced
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit, fits
+from stepscope.analysis.predict.memory import MemoryState
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction
-from stepscope.records.memory import OPTIMIZER, PARAMETERS, SAVED, saved_bytes
+from stepscope.records.memory import OPTIMIZER, PARAMETERS, SAVED, PhasePeak, saved_bytes
 from stepscope.report.blocks import Cell, Curve, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, duration, percent
 from stepscope.report.tables import col, cols, table
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from stepscope.studies.own.prediction import Frontier
 
 _CONTEXT = "; CUDA's context and libraries, 0.5 to 1.5 GiB, come on top in `nvidia-smi`"
-_BLOCKS = "Blocks of the allocator, which are up to 1 MiB larger than the request."
+_SETTINGS = ("dtype", "attention", "optimizer", "loss", "checkpoint", "mode")
+SECOND_STEP = f"For the second step, which has optimizer state{_CONTEXT}."
+BLOCKS = "Blocks of the allocator, which are up to 1 MiB larger than the request."
 
 
 def lines_table(
@@ -55,7 +58,7 @@ def phases_table(predictions: Sequence[tuple[str, Prediction]]) -> Table:
         col("size", itemgetter(0)),
         col("context", lambda row: row[1].plan.context, "count"),
         col("batch", lambda row: row[1].plan.batch, "count"),
-        *cols(("dtype", "attention", "mode"), lambda row, name: getattr(row[1].plan, name)),
+        *cols(_SETTINGS, lambda row, name: getattr(row[1].plan, name)),
         *cols(names, lambda row, phase: _at_peak(row[1], phase), "bytes"),
         col(
             "peak",
@@ -75,7 +78,7 @@ def phases_table(predictions: Sequence[tuple[str, Prediction]]) -> Table:
         "Predicted peak of each phase",
         predictions,
         columns,
-        caption=f"For the second step, which has optimizer state{_CONTEXT if on_gpu else ''}.",
+        caption=SECOND_STEP if on_gpu else SECOND_STEP.replace(_CONTEXT, ""),
     )
 
 
@@ -83,16 +86,15 @@ def _at_peak(prediction: Prediction, phase: str) -> int | None:
     return next((peak.allocated for peak in prediction.phases if peak.phase == phase), None)
 
 
-def ledger_table(prediction: Prediction) -> Table:
+def ledger_table(phases: Sequence[PhasePeak | MemoryState], caption: str) -> Table:
     """Live memory at the peak of each phase."""
     return lines_table(
         "predicted-ledger",
         "Live memory at the peak of each phase",
-        [(moment.phase, moment.lines) for moment in prediction.phases],
-        [("sum", *(sum(moment.lines.values()) for moment in prediction.phases))],
-        caption=f"{_BLOCKS if prediction.plan.device == 'cuda' else 'Tensors.'}"
-        f" Lines that begin with “{SAVED.strip()}” are activations saved for backward, by the part"
-        " of the model and the operator that saves them.",
+        [(peak.phase, peak.lines) for peak in phases],
+        [("sum", *(peak.allocated for peak in phases))],
+        caption=f"{caption} Lines that begin with “{SAVED.strip()}” are activations saved for"
+        " backward, by the part of the model and the operator that saves them.",
     )
 
 
@@ -149,18 +151,6 @@ def budget_finding(name: str, prediction: Prediction, budget: int) -> Finding:
         ),
         tone="warn",
         timed=False,
-    )
-
-
-def model_table(prediction: MemoryPrediction) -> Table:
-    """Live memory of a user's model at the peak of each phase."""
-    return lines_table(
-        "predicted-ledger",
-        "Live memory at the predicted peak of each phase",
-        [(peak.phase, peak.lines) for peak in prediction.phases],
-        [("sum", *(peak.allocated for peak in prediction.phases))],
-        caption=f"For the second step, which has optimizer state{_CONTEXT}. Lines that begin with"
-        f" “{SAVED.strip()}” are activations saved for backward.",
     )
 
 
@@ -322,7 +312,7 @@ def plan_name(size_name: str, plan: StepPlan) -> str:
             "fused",
             "fused_projections",
             "activation_policy",
-            "updates_in_backward",
+            "updates_in_backward" if plan.updates_in_backward else "optimizer",
             "graph",
         ),
         "checkpoint",

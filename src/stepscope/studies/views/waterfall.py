@@ -10,6 +10,7 @@ from stepscope.analysis.conclusions import Conclusion, conclude, joined
 from stepscope.analysis.effects import Effect, part
 from stepscope.analysis.limits import rates_doubt, step_rates
 from stepscope.analysis.power import Capped, power_capped
+from stepscope.analysis.predict.plan import WITHIN_BACKWARD
 from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.verdict import Share, at_most
 from stepscope.analysis.waterfall import CAUSES, Cause, Step, Waterfall, waterfall
@@ -20,7 +21,6 @@ from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Cell, Column, Finding, Table, Timeline
 from stepscope.report.format import duration, number, percent
 from stepscope.report.tables import Declared, col, cols, keep_columns, table
-from stepscope.studies.training.flags import WITHIN_BACKWARD
 from stepscope.studies.training.workload import Workload
 from stepscope.studies.views.energy import capped_finding
 from stepscope.studies.views.figures import bar
