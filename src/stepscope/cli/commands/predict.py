@@ -219,7 +219,7 @@ def _plans(options: PredictOptions) -> Iterator[tuple[str, StepPlan]]:
         chosen = dict(zip(_SWEPT, values, strict=True))
         size, chosen["dtype"] = chosen.pop("size"), precision(chosen["dtype"]).name
         shape = model_shape(size, options.table, chosen["context"], options.overrides)
-        yield size, StepPlan(model=shape, **settings_of(options) | chosen)
+        yield size, StepPlan(model=shape, **settings_of(options, PredictOptions) | chosen)
 
 
 def _facts(name: str, prediction: Prediction) -> dict[str, object]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
+
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction, predict
 from stepscope.errors import UsageError
-from stepscope.studies.training.flags import StepFlags
 from stepscope.studies.training.workload import Workload
 
 
@@ -18,13 +19,13 @@ def plan_of(workload: Workload, device_kind: str) -> StepPlan:
         device=device,
         # The small step before this one had a backward pass if this one has one.
         used_before=workload.mode != "forward",
-        **settings_of(workload),
+        **settings_of(workload, Workload),
     )
 
 
-def settings_of(step: Workload | StepFlags) -> dict[str, Any]:
-    """Return the settings that a plan has too."""
-    names = set(StepPlan.__struct_fields__) & set(step.__struct_fields__) - {"model"}
+def settings_of(step: object, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the fields of that kind of step that a plan has too."""
+    names = set(StepPlan.__struct_fields__) & set(kind.__struct_fields__) - {"model"}
     return {name: getattr(step, name) for name in names}
 
 
