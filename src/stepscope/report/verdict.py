@@ -353,52 +353,27 @@ class PartView(NamedTuple):
     definition: str = ""
 
 
-class ChangeView(NamedTuple):
-    title: str
-    gain: str
-    code: str
-    warning: str
-
-
-class LineView(NamedTuple):
-    where: str
-    source: str
-    cost: str
-    text: str
-
-
 class VerdictView(NamedTuple):
-    trust: str
+    of: Verdict
     trust_text: str
-    subject: str
     stats: list[StatView]
     answer: str
     parts: list[PartView]
-    changes: list[ChangeView]
-    lines: list[LineView]
-    next_command: str
-    defined: bool
-    """Whether a part of the bar has a definition."""
+    changes: list[tuple[RankedChange, str]]
+    """With their gains."""
+    lines: list[tuple[CostlyLine, str]]
+    """With their costs."""
 
 
 def verdict_view(verdict: Verdict) -> VerdictView:
     return VerdictView(
-        trust=verdict.trust,
+        of=verdict,
         trust_text=trust_text(verdict),
-        subject=verdict.subject,
         stats=list(_stats(verdict)),
         answer=" ".join(sentences(verdict, with_stats=True)),
         parts=_parts(verdict),
-        changes=[
-            ChangeView(one.title, gain_text(one), "\n".join(one.lines), one.warning)
-            for one in verdict.changes
-        ],
-        lines=[
-            LineView(one.where, one.source, line_cost(one, verdict), f"{one.title}: {one.advice}")
-            for one in verdict.lines
-        ],
-        next_command=verdict.next_command,
-        defined=any(part.definition for part in verdict.parts),
+        changes=[(one, gain_text(one)) for one in verdict.changes],
+        lines=[(one, line_cost(one, verdict)) for one in verdict.lines],
     )
 
 
