@@ -167,6 +167,7 @@ def _predict_plans(options: PredictOptions, steps: list[ModelPlan], budget: int 
     """Print the frontier of each step, of the last one as a figure too."""
     from stepscope.files import replace_file
     from stepscope.report.plots import svg
+    from stepscope.report.svg import standalone_svg
     from stepscope.report.terminal import print_findings, print_table
     from stepscope.studies.own.prediction import frontier_of
     from stepscope.studies.views import prediction as view
@@ -182,7 +183,7 @@ def _predict_plans(options: PredictOptions, steps: list[ModelPlan], budget: int 
         ]  # fmt: skip
         facts.append({**step._asdict(), **found._asdict(), "plans": plans})
         if options.frontier:
-            figure = svg(view.frontier_figure(found, budget))
+            figure = standalone_svg(svg(view.frontier_figure(found, budget)))
             replace_file(Path(options.frontier), [figure.encode()])
         if not options.json:
             print_findings(view.frontier_findings(str(step), found, budget))
