@@ -84,12 +84,9 @@ def flops(config: ModelConfig, batch: int, context: int, causal: bool = True) ->
 
 
 def weight_bytes(config: ModelConfig, precision: Precision) -> int:
+    """Return the bytes of all weights, and of all gradients, which have their dtype even under
+    autocast."""
     return parameters(config).total * WIDTHS[precision.weights]
-
-
-def gradient_bytes(config: ModelConfig, precision: Precision) -> int:
-    """Return the bytes of all gradients: they have the dtype of the weights even under autocast."""
-    return weight_bytes(config, precision)
 
 
 def optimizer_bytes(config: ModelConfig, precision: Precision) -> int:
