@@ -191,7 +191,7 @@ def waterfall(
     beyond[UNATTRIBUTED] = max(0.0, rest)
     if SLOW_MATMULS in beyond and not any(one.part == SLOW_MATMULS for one in ideal):
         beyond[MATMULS] = beyond.pop(SLOW_MATMULS)
-    return Waterfall(possible, beyond, faster, step_ms, update_ms, 1.0 / for_busy)
+    return Waterfall(possible, beyond, faster, step_ms, update_ms, 1.0 / (for_busy or 1.0))
 
 
 def _idle_in_loader(summary: Summary, spent: dict[str, float]) -> float:
@@ -237,7 +237,8 @@ def model_waterfall(
     share = _attention_share(summary, step)
     water = waterfall(summary, spent, ideals, measured)
     attention = share * spent[SLOW_MATMULS] / water.traced_over_timed
-    beyond = dict.fromkeys((*CAUSES[:3], *CAUSES[4:]), 0.0) | water.beyond
+    # In this order, as all figures; idle time comes with its causes.
+    beyond = {part: 0.0 for part in CAUSES if part != IDLE} | water.beyond
     return water._replace(beyond=beyond, attention_lost_ms=attention - ideal["attention"])
 
 
