@@ -258,7 +258,7 @@ class TestView:
 
     def test_the_figure_ends_at_the_measured_time(self) -> None:
         (traced,) = self.waterfalls(step=20.0)
-        finding, picture, table, shares = waterfall_blocks([traced], "profile")
+        finding, picture, table = waterfall_blocks([traced], "profile")
         assert isinstance(picture, Timeline)
         assert isinstance(table, Table)
         *parts, measured = picture.lanes
@@ -280,12 +280,6 @@ class TestView:
             f"The largest recoverable part is {finding.values['largest']}: "
         )
         assert " What recovers it: " in finding.conclusion
-        assert isinstance(shares, Table)
-        shares_drawn = [cell for cell in shares.rows[0] if isinstance(cell, float)]
-        assert sum(shares_drawn) == pytest.approx(1.0)
-        assert len(shares_drawn) == len(shares.columns) - 1
-        ideal_share = [column.title for column in table.columns].index("ideal / measured")
-        assert shares_drawn[0] == table.rows[0][ideal_share]
 
     def test_the_slowest_is_drawn_next_to_the_fastest_of_the_same_case(self) -> None:
         (slow,), (fast,) = self.waterfalls(step=40.0), self.waterfalls(step=20.0)

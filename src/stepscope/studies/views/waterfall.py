@@ -106,7 +106,6 @@ def waterfall_blocks(waterfalls: Sequence[StepWaterfall], name: str) -> tuple[Bl
             for index, traced in enumerate(shown, start=1)
         ),
         _times_table(waterfalls, name),
-        _shares_table(waterfalls, name),
     )
 
 
@@ -153,23 +152,6 @@ def figure(water: Waterfall, name: str, title: str, caption: str) -> Timeline:
 def _meaning(part: str) -> str:
     """Meaning of a part beyond the ideal; it determines the color."""
     return "idle" if part.startswith(IDLE_BY) else MEANINGS.get(part, "lost")
-
-
-def _shares_table(waterfalls: Sequence[StepWaterfall], name: str) -> Table:
-    def share(traced: StepWaterfall, title: str) -> float:
-        return traced.water.parts[_COLUMNS[title]] / traced.water.measured_ms
-
-    full_table = table(
-        f"{name}-waterfall-shares",
-        "The same as shares of the measured time",
-        waterfalls,
-        [
-            *_STEP,
-            col("ideal", _ideal_share, "percent"),
-            *cols(_COLUMNS, share, "percent"),
-        ],
-    )
-    return keep_columns(full_table, _is_informative)
 
 
 def _times_table(waterfalls: Sequence[StepWaterfall], name: str) -> Table:
