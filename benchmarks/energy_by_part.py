@@ -41,6 +41,7 @@ from energy_parts import (
 from step_matmuls import step_matmuls
 from step_parts import NARROW, Call, Setting, attention, gemms, passes, peers_gemms, updates
 
+from stepscope.analysis.predict.plan import LOW_PRECISION_GRADS
 from stepscope.errors import UsageError, first_cause
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.energy import measure_energy
@@ -52,7 +53,6 @@ from stepscope.studies.step.race import Field
 from stepscope.studies.step.races import RACES as ALL_RACES
 from stepscope.studies.step.races import Racer, racers
 from stepscope.studies.training.captured import captured
-from stepscope.studies.training.flags import LOW_PRECISION_GRADS
 from stepscope.studies.training.workload import Workload
 
 WINDOW_S = 2.0

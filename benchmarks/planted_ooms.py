@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import torch
 
+from stepscope.analysis.predict.plan import Mode
 from stepscope.analysis.predict.step import predict
 from stepscope.measure.allocator import CudaAllocator
 from stepscope.measure.device import Device, pick_device
@@ -30,7 +31,7 @@ from stepscope.studies.training.peaks import counted_peaks
 from stepscope.studies.training.plans import plan_of
 from stepscope.studies.training.post_mortem import Refusal, examined, read_refusal
 from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Mode, Workload
+from stepscope.studies.training.workload import Workload
 
 Planted = tuple[str, int, int, str, str, Mode, float]
 PLANTED: tuple[Planted, ...] = (

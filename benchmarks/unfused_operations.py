@@ -16,11 +16,12 @@ import statistics
 import torch
 from torch import Tensor
 
+from stepscope.analysis.predict.plan import MODES
 from stepscope.measure.device import pick_device
 from stepscope.measure.timer import time_step
 from stepscope.model import layers
 from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import MODES, Workload
+from stepscope.studies.training.workload import Workload
 
 
 def softmax(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from stepscope.report.text import markdown
 
 FIGURES = "figures"
 LONG = 60
-_ONLY_IN_REPORTS = ("published", "-waterfall-shares")
+_ONLY_IN_REPORTS = ("published",)
 END = "<!-- until here -->"
 """Comment after a generated part of a page."""
 

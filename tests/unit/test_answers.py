@@ -184,7 +184,7 @@ def test_the_next_command_has_the_directory_and_reads_the_recording(tmp_path: Pa
         ("run --device gpu", ("--device is 'gpu'", "one of: auto, cpu, cuda")),
         ("run --timeout", ("--timeout has no value",)),
         ("trace", ("FILE|FOLDER is missing",)),
-        ("predict --batch x", ("--batch is 'x'", "takes INT")),
+        ("predict --ranks x", ("--ranks is 'x'", "takes INT")),
     ],
 )
 @pytest.mark.parametrize("width", [40, 200])

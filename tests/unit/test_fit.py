@@ -21,8 +21,9 @@ from stepscope.planning.fit import apply_plan, bytes_of, plans_of
 from stepscope.planning.frontier import MemoryPlan
 from stepscope.planning.host_copies import HostCopies
 from stepscope.planning.operators import known_rates
-from stepscope.planning.predict import WORKSPACE, StepOptions
+from stepscope.planning.predict import StepOptions
 from stepscope.planning.selective import BlockPlan, apply_to
+from stepscope.planning.simulated_bytes import WORKSPACE
 from stepscope.records.memory import ROUNDING
 
 WIDTH, ROWS = 128, 512

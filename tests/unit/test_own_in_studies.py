@@ -28,8 +28,9 @@ from stepscope.studies.own.step import UserStep
 from stepscope.studies.registry import all_studies, find_study
 from stepscope.studies.training import timed as timed_step
 from stepscope.studies.training.factory import make_step
+from stepscope.studies.training.flags import WorkloadFlags
 from stepscope.studies.training.subject import TrainingStep
-from stepscope.studies.training.workload import Workload, WorkloadFlags, workloads
+from stepscope.studies.training.workload import Workload, workloads
 from view_blocks import findings_of, tables_of
 
 MODELS = ("causal_lm", "vision_transformer", "conv_net")

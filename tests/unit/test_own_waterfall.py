@@ -10,10 +10,15 @@ from hypothesis import strategies as st
 from own_records import attached, inspected_record
 from sample_records import environment
 from stepscope.analysis.trace.summary import LedgerLine, Summary
+from stepscope.analysis.verdict import Limit
 from stepscope.records.schema import Ceiling, Quantity, Reading, Record
 from stepscope.report.blocks import Timeline
 from stepscope.studies.program.rows import ProgramRecord
-from stepscope.studies.program.waterfall import least_ms, parts_of, waterfall_blocks
+from stepscope.studies.program.waterfall import (
+    program_waterfall,
+    step_limit,
+    waterfall_blocks,
+)
 from view_blocks import coded, codes, findings_of
 
 KNOWN = (
@@ -36,12 +41,15 @@ def with_lines(summary: Summary, *lines: tuple[str, str, float]) -> Summary:
 
 
 def test_minimum_time_is_that_of_matmuls_and_the_optimizer() -> None:
-    assert least_ms(ProgramRecord(watched())) == {
-        "matmuls at the ceiling": pytest.approx(2.0),
-        "optimizer bytes, moved once": pytest.approx(0.28),
-    }
-    assert least_ms(ProgramRecord(watched(ceilings=()))) == {}
-    assert least_ms(ProgramRecord(watched(flops=0))) == {}
+    limit = step_limit(ProgramRecord(watched()))
+    assert limit is not None
+    assert (limit.matmul_ms, limit.update_ms) == (pytest.approx(2.0), pytest.approx(0.28))
+    assert step_limit(ProgramRecord(watched(ceilings=()))) is None
+    assert step_limit(ProgramRecord(watched(flops=0))) is None
+
+
+def limit_of(matmul_ms: float, update_ms: float = 0.0) -> Limit:
+    return Limit(matmul_ms=matmul_ms, update_ms=update_ms, dtype="float32")
 
 
 def test_every_line_of_the_ledger_has_a_cause() -> None:
@@ -59,17 +67,16 @@ def test_every_line_of_the_ledger_has_a_cause() -> None:
         ("idle", "host launches late", 2.0),
         ("", "unattributed", 0.125),
     )
-    least = {"matmuls": 2.0, "update": 0.28}
-    assert parts_of(summary, least, 10.0).beyond == {
-        "matmuls beyond the ideal": pytest.approx(2.0),
+    assert program_waterfall(summary, limit_of(2.0, 0.28), 10.0).beyond == {
+        "matmuls beyond the limit": pytest.approx(2.0),
         "memory-bound operations": 0.5,
-        "copies and casts": 0.25,
-        "optimizer beyond the ideal": pytest.approx(0.72),
+        "casts and copies": 0.25,
+        "optimizer": pytest.approx(0.72),
         "exposed communication": 0.5,
-        "outside of the model": 0.125,
+        "outside the model": 0.125,
         "idle: host launches late": 2.0,
-        "unexplained": 0.125,
-        "not in the traced steps": pytest.approx(1.5),
+        # Unattributed in the trace, or not in the traced steps.
+        "not attributed": pytest.approx(1.625),
     }
 
 
@@ -82,12 +89,12 @@ def test_profiler_overhead_is_idle_time(
 ) -> None:
     assert SUMMARY is not None
     lines = ("forward", "matmul", 4.0), ("idle", "host launches late", 3.0), ("idle", "waits", 1.0)
-    beyond = parts_of(with_lines(SUMMARY, *lines), {"matmuls": 2.0}, step_ms).beyond
+    beyond = program_waterfall(with_lines(SUMMARY, *lines), limit_of(2.0), step_ms).beyond
     assert beyond["idle: host launches late"] == pytest.approx(late)
     assert beyond["idle: waits"] == pytest.approx(waits)
     # If operators alone take longer than the step, the machine was slower: all are scaled.
-    assert beyond["matmuls beyond the ideal"] == pytest.approx(matmuls)
-    assert beyond["not in the traced steps"] == pytest.approx(0.0)
+    assert beyond["matmuls beyond the limit"] == pytest.approx(matmuls)
+    assert beyond["not attributed"] == pytest.approx(0.0)
 
 
 SUMMARY = ProgramRecord(watched()).summary
@@ -114,16 +121,15 @@ def test_parts_are_shares_of_the_step(
 ) -> None:
     """Parts are non-negative and add up to the step: no share or sum of shares exceeds it."""
     assert SUMMARY is not None
-    least = {"matmuls": matmuls, "update": update}
-    parts = parts_of(
-        with_lines(SUMMARY, *lines, ("", "unattributed", unattributed)), least, step_ms
-    )
-    every = [*parts.least.values(), *parts.beyond.values()]
+    least = {"matmuls": matmuls, "bytes of the optimizer": update}
+    summary = with_lines(SUMMARY, *lines, ("", "unattributed", unattributed))
+    parts = program_waterfall(summary, limit_of(matmuls, update), step_ms)
+    every = [*parts.ideal.values(), *parts.beyond.values()]
     assert min(every) >= -1e-12 * step_ms
     assert sum(every) == pytest.approx(step_ms)
-    assert all(ms <= least[label] for label, ms in parts.least.items())
+    assert all(ms <= least[label] for label, ms in parts.ideal.items())
     for label, ms in least.items():
-        far = ms - parts.least[label] >= 0.01 * step_ms
+        far = ms - parts.ideal[label] >= 0.01 * step_ms
         assert (parts.faster.get(label) == ms) is far
 
 
@@ -141,7 +147,9 @@ def test_minimum_time_above_the_measured_one_is_explained(
     assert isinstance(least, float)
     assert isinstance(lost, float)
     assert least + lost <= lead.step_ms * (1 + 1e-9)
-    if sum(least_ms(lead).values()) > 1.02 * lead.step_ms:
+    limit = step_limit(lead)
+    assert limit is not None
+    if limit.ms > 1.02 * lead.step_ms:
         assert "inspect.rate-too-low" in codes(blocks)
     (picture,) = (block for block in blocks if isinstance(block, Timeline))
     ends = [span.end for lane in picture.lanes for span in lane.spans]

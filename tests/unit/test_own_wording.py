@@ -93,7 +93,7 @@ SENTENCES = {
     "inspect.recording-failed": ([with_notes()], "The recording failed: why."),
     "inspect.rate-too-low": (
         [above_its_rate()],
-        "Matmuls at the ceiling would take 2.00 ms at the rates measured here, but took 160 µs:"
+        "Matmuls would take 2.00 ms at the rates measured here, but took 160 µs:"
         " these rates were measured too low, perhaps on a busy machine (`stepscope run` with"
         " --new-ceilings measures them again), or the FLOPs are overestimated. The measured time"
         " is used as the ideal.",

@@ -23,8 +23,9 @@ from stepscope.planning.fake_step import Fakes
 from stepscope.planning.fit import plans_of
 from stepscope.planning.frontier import MemoryPlan
 from stepscope.planning.operators import known_rates
-from stepscope.planning.predict import WORKSPACE, StepOptions
+from stepscope.planning.predict import StepOptions
 from stepscope.planning.ranks import ONE_RANK, Ranks
+from stepscope.planning.simulated_bytes import WORKSPACE
 
 WIDTH, RANKS = 256, 4
 

@@ -18,6 +18,7 @@ from stepscope.studies.benchmark.cases import BenchmarkCase
 from stepscope.studies.registry import find_study
 from stepscope.studies.runner.protocol import Failed, MeasureCase
 from stepscope.studies.runner.worker import Worker
+from stepscope.studies.training.flags import WorkloadFlags
 from stepscope.studies.training.plans import plan_of
 from stepscope.studies.training.post_mortem import (
     NOTE,
@@ -26,7 +27,7 @@ from stepscope.studies.training.post_mortem import (
     read_refusal,
     step_post_mortem,
 )
-from stepscope.studies.training.workload import Workload, WorkloadFlags, case_of, workloads
+from stepscope.studies.training.workload import Workload, case_of, workloads
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import planted_ooms

@@ -13,7 +13,7 @@ import torch
 
 from bfloat16_on_cpu import Bfloat16InFloat32
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
-from stepscope.analysis.predict.plan import StepPlan
+from stepscope.analysis.predict.plan import OPTIMIZERS, Mode, StepPlan
 from stepscope.analysis.predict.step import Prediction, predict
 from stepscope.errors import UsageError
 from stepscope.kernels import loss_chunks
@@ -27,7 +27,7 @@ from stepscope.records.jsonl import read_records
 from stepscope.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS, WEIGHT_COPIES, saved_bytes
 from stepscope.studies.training.plans import plan_of
 from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import OPTIMIZERS, Mode, Workload
+from stepscope.studies.training.workload import Workload
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200.jsonl"
 GIB = 2**30

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stepscope.analysis.predict.plan import MODES, Mode
 from stepscope.errors import first_cause
 from stepscope.measure.device import CpuDevice
 from stepscope.studies.profile.experiments import LARGER, experiments, larger_batch
 from stepscope.studies.training.captured import forget_steps
+from stepscope.studies.training.flags import WorkloadFlags
 from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import MODES, Mode, WorkloadFlags, workloads
+from stepscope.studies.training.workload import workloads
 
 
 def built(mode: Mode, compiled: str = "no") -> TransformerStep:

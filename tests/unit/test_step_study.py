@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from stepscope.records.schema import Quantity, Record
 from stepscope.report.blocks import Interval, Timeline
 from stepscope.studies.page import make_page
 from stepscope.studies.registry import find_study
-from stepscope.studies.step.cases import PARTS, StepFlags
+from stepscope.studies.step.cases import Part, StepFlags
 from stepscope.studies.step.ladder import RUNGS, climbed, ladder, start
 from stepscope.studies.step.measure import FOLLOWERS, begin_again, entropy, sequences
 from stepscope.studies.step.rows import ladders, loss_curves, races
@@ -80,7 +80,7 @@ class TestLadder:
         ]
 
     def test_keys_are_unique(self) -> None:
-        cases = STUDY.cases(StepFlags(part=PARTS))
+        cases = STUDY.cases(StepFlags(part=get_args(Part)))
         assert len({case.key for case in cases}) == len(cases)
 
     @pytest.mark.parametrize(

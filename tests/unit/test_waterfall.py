@@ -16,7 +16,7 @@ from step_records import CEILINGS
 from stepscope.analysis.ideal import Rates, ideal_ms, operations
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.analysis.trace.summary import LedgerLine, Summary, Use
-from stepscope.analysis.waterfall import CAUSES, Step, waterfall
+from stepscope.analysis.waterfall import CAUSES, Step, model_waterfall
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import flops, parameters
 from stepscope.model.sizes import find_size
@@ -117,45 +117,50 @@ class TestWaterfall:
             __unattributed=0.25,
         )
         step = Step(MODEL, 1, 4, FLOAT32)
-        water = waterfall(summary, step, Rates(1e9, 1e9))
+        water = model_waterfall(summary, step, Rates(1e9, 1e9))
         ideal = ideal_ms(operations(MODEL, 1, 4, FLOAT32), Rates(1e9, 1e9))
-        assert water.ideal == ideal
+        assert water.ideal == {
+            "matmuls": ideal["matmul"],
+            "attention": ideal["attention"],
+            "other operations": ideal["memory"],
+            "AdamW": ideal["optimizer"],
+        }
         assert water.parts == pytest.approx(
             {
-                "matmuls below the ceiling": 15.0 - ideal["matmul"] - ideal["attention"],
+                "matmuls beyond the limit": 15.0 - ideal["matmul"] - ideal["attention"],
                 "memory-bound operations": 5.0 - ideal["memory"],
                 "casts and copies": 2.0,
-                "launch gaps": 6.0,
+                "device idle": 6.0,
                 "optimizer": 4.0 - ideal["optimizer"],
                 "recomputation": 0.0,
-                "communication": 0.5,
-                "unattributed": 0.25,
+                "exposed communication": 0.5,
+                "not attributed": 0.25,
             }
         )
-        slow_matmuls = water.parts["matmuls below the ceiling"]
-        assert water.largest() == ("matmuls below the ceiling", slow_matmuls)
+        slow_matmuls = water.parts["matmuls beyond the limit"]
+        assert water.largest() == ("matmuls beyond the limit", slow_matmuls)
 
     def test_gaps_are_the_unprofiled_time_beyond_the_kernels(self) -> None:
         summary = planted(forward__matmul=10.0, idle__host=6.0)
         step = Step(MODEL, 1, 4, FLOAT32)
 
         def gaps(measured: float) -> tuple[float, float]:
-            parts = waterfall(summary, step, Rates(1e12, 1e12), measured).parts
-            return parts["launch gaps"], parts["unattributed"]
+            parts = model_waterfall(summary, step, Rates(1e12, 1e12), measured).parts
+            return parts["device idle"], parts["not attributed"]
 
         assert gaps(13.0) == pytest.approx((3.0, 0.0))
         assert gaps(9.0) == pytest.approx((0.0, 0.0)), "kernels were slower under the profiler"
-        assert gaps(18.0) == pytest.approx((6.0, 2.0)), "more than the trace shows"
+        assert gaps(18.0) == pytest.approx((6.0, 2.0), rel=1e-4), "more than the trace shows"
 
     def test_recomputed_blocks_cost_their_forward(self) -> None:
         summary = summarize(training_step(blocks=2).read())
         once, none = (
-            waterfall(summary, Step(MODEL, 1, 4, FLOAT32, again=again), Rates(1e15, 1e15))
+            model_waterfall(summary, Step(MODEL, 1, 4, FLOAT32, again=again), Rates(1e15, 1e15))
             for again in (1.0, 0.0)
         )
         # Each of the two blocks: a matmul of 40 µs and an addition of 10 µs.
         assert once.parts["recomputation"] == pytest.approx(0.1)
-        for cause, ms in (("matmuls below the ceiling", 0.08), ("memory-bound operations", 0.02)):
+        for cause, ms in (("matmuls beyond the limit", 0.08), ("memory-bound operations", 0.02)):
             assert none.parts[cause] - once.parts[cause] == pytest.approx(ms)  # type: ignore[index]
 
     @given(
@@ -176,10 +181,11 @@ class TestWaterfall:
             "__unattributed",
         )
         summary = planted(**dict(zip(names, times, strict=True)))
-        water = waterfall(
+        water = model_waterfall(
             summary, Step(MODEL, 2, 4, AUTOCAST, again=again), Rates(rate, 1e12), measured
         )
-        assert set(water.parts) == set(CAUSES)
+        assert set(water.parts) <= set(CAUSES)
+        assert min(water.parts.values()) >= 0
         total = water.ideal_ms + sum(water.parts.values())
         size = max(1.0, water.ideal_ms, *map(abs, water.parts.values()))
         assert total == pytest.approx(water.measured_ms, abs=1e-9 * size)
@@ -188,13 +194,13 @@ class TestWaterfall:
 
     def test_recomputation_does_not_exceed_the_measured_time(self) -> None:
         summary = planted(forward__matmul=0.0, idle__host=1.0)
-        water = waterfall(summary, Step(MODEL, 2, 4, AUTOCAST, again=2.0), Rates(1e15, 1e12))
+        water = model_waterfall(summary, Step(MODEL, 2, 4, AUTOCAST, again=2.0), Rates(1e15, 1e12))
         assert water.parts["recomputation"] == 0.0
 
     def test_no_part_is_longer_than_the_step(self) -> None:
         """Traced while the machine was busy: one part alone took 142 % of the timed step."""
         summary = planted(forward__matmul=3.0, backward__elementwise=14.2, idle__host=6.0)
-        water = waterfall(summary, Step(MODEL, 1, 4, FLOAT32), Rates(1e12, 1e12), 10.0)
+        water = model_waterfall(summary, Step(MODEL, 1, 4, FLOAT32), Rates(1e12, 1e12), 10.0)
         assert water.parts["memory-bound operations"] == pytest.approx(10 * 14.2 / 17.2, rel=0.01)
         assert water.ideal_ms + sum(water.parts.values()) == pytest.approx(10.0)
         assert water.traced_over_timed == pytest.approx(1.72)
@@ -209,7 +215,7 @@ class TestAttentionsPart:
         """Attention's lost share of a matmul time with a negligible ideal."""
         traced = replace(planted(forward__matmul=100.0), uses=uses)
         step = self.STEP._replace(context=context)
-        return waterfall(traced, step, Rates(1e30, 1e30)).attention_lost_ms / 100.0
+        return model_waterfall(traced, step, Rates(1e30, 1e30)).attention_lost_ms / 100.0
 
     def test_it_is_the_time_of_its_ranges(self) -> None:
         core, linear = (
@@ -238,8 +244,10 @@ def replaced(traced: Any, **changes: Any) -> Any:
 
 def _with_attention(traced: Any, share: float) -> Any:
     """Return a waterfall in which attention loses that share of what all matmuls lose."""
-    parts = traced.water.parts | {"matmuls below the ceiling": 10.0}
-    return traced._replace(water=traced.water._replace(parts=parts, attention_lost_ms=share * 10.0))
+    beyond = traced.water.beyond | {"matmuls beyond the limit": 10.0}
+    return traced._replace(
+        water=traced.water._replace(beyond=beyond, attention_lost_ms=share * 10.0)
+    )
 
 
 class TestView:
@@ -250,7 +258,7 @@ class TestView:
 
     def test_the_figure_ends_at_the_measured_time(self) -> None:
         (traced,) = self.waterfalls(step=20.0)
-        finding, picture, table, shares = waterfall_blocks([traced], "profile")
+        finding, picture, table = waterfall_blocks([traced], "profile")
         assert isinstance(picture, Timeline)
         assert isinstance(table, Table)
         *parts, measured = picture.lanes
@@ -272,12 +280,6 @@ class TestView:
             f"The largest recoverable part is {finding.values['largest']}: "
         )
         assert " What recovers it: " in finding.conclusion
-        assert isinstance(shares, Table)
-        shares_drawn = [cell for cell in shares.rows[0] if isinstance(cell, float)]
-        assert sum(shares_drawn) == pytest.approx(1.0)
-        assert len(shares_drawn) == len(shares.columns) - 1
-        ideal_share = [column.title for column in table.columns].index("ideal / measured")
-        assert shares_drawn[0] == table.rows[0][ideal_share]
 
     def test_the_slowest_is_drawn_next_to_the_fastest_of_the_same_case(self) -> None:
         (slow,), (fast,) = self.waterfalls(step=40.0), self.waterfalls(step=20.0)
@@ -298,11 +300,11 @@ class TestView:
     def test_a_remedy_is_something_that_the_step_does_not_do_yet(self) -> None:
         (slow,) = self.waterfalls()
         (half,) = self.waterfalls(dtype="bfloat16", ceilings=CEILINGS)
-        assert "lower-precision dtype" in remedy("matmuls below the ceiling", slow)
-        assert "flash attention" in remedy("matmuls below the ceiling", _with_attention(half, 0.5))
-        assert "larger GEMMs" in remedy("matmuls below the ceiling", _with_attention(half, 0.4))
+        assert "lower-precision dtype" in remedy("matmuls beyond the limit", slow)
+        assert "flash attention" in remedy("matmuls beyond the limit", _with_attention(half, 0.5))
+        assert "larger GEMMs" in remedy("matmuls beyond the limit", _with_attention(half, 0.4))
         assert "master weights" in remedy("casts and copies", half)
-        assert "CUDA graph" in remedy("launch gaps", slow)
+        assert "CUDA graph" in remedy("device idle", slow)
         short = replaced(slow, context=8)
         assert "stores no logits" in remedy("memory-bound operations", short)
         assert "stores no scores" in remedy("memory-bound operations", replaced(slow, context=4096))
@@ -314,9 +316,9 @@ class TestView:
             fused_projections=True,
             autotune_gemms=True,
         )
-        assert remedy("matmuls below the ceiling", best) == "larger GEMMs: more tokens in a step"
+        assert remedy("matmuls beyond the limit", best) == "larger GEMMs: more tokens in a step"
         assert "residual stream" in remedy("memory-bound operations", best)
-        assert remedy("launch gaps", replaced(best, graph=True)) == "a larger batch"
+        assert remedy("device idle", replaced(best, graph=True)) == "a larger batch"
         by_optimizer = {
             name: remedy("optimizer", replaced(half, optimizer=name))
             for name in ("torch", "torch-fused", "stepscope-fused", "stepscope-in-backward")
@@ -327,7 +329,7 @@ class TestView:
         assert "larger batch" in by_optimizer["stepscope-in-backward"]
         on_cpu = environment(device_kind="cpu", device_name="Xeon")
         (host,) = self.waterfalls(environment=on_cpu)
-        assert remedy("launch gaps", host) == "a larger batch"
+        assert remedy("device idle", host) == "a larger batch"
         # Stepscope's kernels run on a GPU.
         for cause in ("memory-bound operations", "optimizer"):
             for optimizer in ("torch", "torch-fused"):
@@ -348,16 +350,15 @@ def test_an_ideal_above_the_measured_time_is_explained(
         optimizer__optimizer=3.0 * scale,
         idle__host=6.0 * scale,
     )
-    water = waterfall(summary, Step(MODEL, 1, 4, FLOAT32), Rates(rate, bandwidth))
+    water = model_waterfall(summary, Step(MODEL, 1, 4, FLOAT32), Rates(rate, bandwidth))
     assert water.ideal_ms + sum(water.parts.values()) == pytest.approx(water.measured_ms)
-    beyond = sum(ms for ms in water.parts.values() if ms > 0)
-    assert water.faster_ms == pytest.approx(
-        water.ideal_ms + beyond - water.measured_ms, abs=1e-6 * water.ideal_ms
-    )
     (traced,) = TestView().waterfalls(step=20.0)
     text = finding_text(traced._replace(water=water))
     shares = [float(one) for one in re.findall(r"([\d.e+-]+) %", text)]
-    assert sum(shares) <= 101 or "measured too low" in text
+    assert sum(shares) <= 101
+    ideal = ideal_ms(operations(MODEL, 1, 4, FLOAT32), Rates(rate, bandwidth))
+    if sum(ideal.values()) > 1.05 * water.measured_ms:
+        assert water.faster
 
 
 def finding_text(traced: StepWaterfall) -> str:

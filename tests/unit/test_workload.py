@@ -11,23 +11,16 @@ import pytest
 import torch
 
 from sample_records import value_of
+from stepscope.analysis.predict.plan import MODES, OPTIMIZERS, WITHIN_BACKWARD, Mode
 from stepscope.errors import UsageError
 from stepscope.kernels.fp8 import layers as fp8_layers
 from stepscope.kernels.fp8 import recipe
 from stepscope.measure.device import CpuDevice
 from stepscope.model.config import PRECISIONS
 from stepscope.studies.base import CaseSkipped, PlannedCase
-from stepscope.studies.training.flags import WITHIN_BACKWARD
+from stepscope.studies.training.flags import COMPILE, WorkloadFlags
 from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import (
-    COMPILE,
-    MODES,
-    OPTIMIZERS,
-    Mode,
-    Workload,
-    WorkloadFlags,
-    workloads,
-)
+from stepscope.studies.training.workload import Workload, workloads
 
 SAFE = re.compile(r"[A-Za-z0-9._=+-]+")
 WITHOUT_FP8 = tuple(name for name, policy in PRECISIONS.items() if not policy.fp8)
@@ -277,7 +270,8 @@ def test_a_graph_is_refused_where_it_is_not_supported() -> None:
 
 
 def test_names_are_distinct() -> None:
-    from stepscope.studies.training.workload import WorkloadFlags, workloads
+    from stepscope.studies.training.flags import WorkloadFlags
+    from stepscope.studies.training.workload import workloads
 
     flags = [
         WorkloadFlags(size=("xl",), attention=("reference", "sdpa"), compile=("no", "block")),

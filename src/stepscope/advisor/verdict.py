@@ -12,7 +12,6 @@ from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
 from stepscope.advisor.advise.given import advice_given
 from stepscope.advisor.advise.outcome import Tried, best_of, undecided, why_none, work_order
 from stepscope.advisor.advise.step import RecordedStep
-from stepscope.analysis import parts as verdict_parts
 from stepscope.analysis.advice.changes import (
     WORTH,
     Advice,
@@ -26,6 +25,7 @@ from stepscope.analysis.advice.order import predicted_order
 from stepscope.analysis.advice.pieces import ACCELERATE
 from stepscope.analysis.limits import hardware_limit, mfu
 from stepscope.analysis.lines.rules import costly_lines
+from stepscope.analysis.parts import part_names
 from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.trust import trust_of
 from stepscope.analysis.verdict import (
@@ -42,28 +42,18 @@ from stepscope.analysis.verdict import (
     TrustState,
     Verdict,
     at_most,
-    parts_of,
     plain,
     ranked,
 )
+from stepscope.analysis.waterfall import FASTER_FROM
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.studies.own.cases import STUDY_NAME as OWN
-from stepscope.studies.program import waterfall
 from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
 from stepscope.studies.program.rows import ProgramRecord, programs
+from stepscope.studies.program.waterfall import program_waterfall
 
-_LABELS = {
-    waterfall.MATMULS: verdict_parts.SLOW_MATMULS,
-    waterfall.UPDATE: verdict_parts.OPTIMIZER,
-    waterfall.LOADER: verdict_parts.LOADER,
-    waterfall.COPIES: verdict_parts.COPIES,
-    waterfall.OUTSIDE: verdict_parts.OUTSIDE,
-    waterfall.UNEXPLAINED: verdict_parts.UNATTRIBUTED,
-    waterfall.NOT_TRACED: verdict_parts.UNATTRIBUTED,
-}
-"""Causes of the waterfall by their names in the verdict."""
 _NAMED_FROM = 0.02
 """Share of matmuls, attention and convolutions from which each is named."""
 _NOTABLE = 0.1
@@ -180,7 +170,7 @@ def _utilization(
     if mfu is None or at_ceilings is None or capped is None or capped.dtype != facts.dtype:
         return mfu
     faster = (at_ceilings.matmul_ms - capped.matmul_ms) / facts.step_ms
-    return at_most(plain(mfu), capped.doubt) if faster >= waterfall.FASTER_FROM else mfu
+    return at_most(plain(mfu), capped.doubt) if faster >= FASTER_FROM else mfu
 
 
 def _unchanged_ms(trials: Sequence[Tried], best: Tried | None) -> float | None:
@@ -193,17 +183,8 @@ def breakdown(
 ) -> tuple[Limit | None, tuple[BreakdownPart, ...]]:
     """The hardware limit, at most what the step took for the same work; and the parts of the
     waterfall above it, idle time as one part."""
-    least = {} if limit is None else {"matmuls": limit.matmul_ms, "update": limit.update_ms}
-    parts = waterfall.parts_of(summary, least, step_ms, waited_less_ms)
-    spent: defaultdict[str, float] = defaultdict(float)
-    limit = None if limit is None else parts.capped(limit)
-    spent[verdict_parts.IDEAL] = 0.0 if limit is None else limit.ms
-    labels = _LABELS if limit is not None else _LABELS | {waterfall.MATMULS: verdict_parts.MATMULS}
-    names = verdict_parts.part_names(matmul_kinds(summary), on_gpu=summary.on_device)
-    for cause, ms in parts.beyond.items():
-        idle = cause.startswith(waterfall.IDLE)
-        spent[verdict_parts.IDLE if idle else labels.get(cause, cause)] += ms
-    return limit, parts_of(spent, names)
+    water = program_waterfall(summary, limit, step_ms, waited_less_ms)
+    return water.breakdown(limit, part_names(matmul_kinds(summary), on_gpu=summary.on_device))
 
 
 def matmul_kinds(summary: Summary) -> list[str]:

@@ -13,13 +13,12 @@ from typing import Literal, NamedTuple
 
 from stepscope.attention import cost as attention_cost
 from stepscope.attention.cost import AttentionShape
-from stepscope.model.config import ModelConfig, Precision
+from stepscope.model.config import WIDTHS, ModelConfig, Precision
 from stepscope.model.cost import parameters
 
 Kind = Literal["matmul", "attention", "memory", "optimizer"]
 FP8_OPERATIONS = ("attention projections", "feed-forward")
 """Matmuls that FP8 applies to: the linear layers of the blocks, not the head."""
-_WIDTHS = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
 _FLOAT32 = 4
 _PHASES = {
     "forward": ("forward",),
@@ -49,8 +48,8 @@ def operations(
 ) -> tuple[Operation, ...]:
     tokens = batch * context
     every = (
-        *_matmuls(config, tokens, _WIDTHS[precision.compute]),
-        *_attention(config, batch, context, _WIDTHS[precision.compute]),
+        *_matmuls(config, tokens, WIDTHS[precision.compute]),
+        *_attention(config, batch, context, WIDTHS[precision.compute]),
         *_passes(config, tokens, precision),
         _optimizer(config, precision),
     )
@@ -121,7 +120,7 @@ def _attention(config: ModelConfig, batch: int, context: int, width: int) -> Ite
 def _passes(config: ModelConfig, tokens: int, precision: Precision) -> Iterator[Operation]:
     """Operations that only move bytes."""
     widths = (precision.compute, precision.stream, precision.weights)
-    compute, stream, learned = (_WIDTHS[kind] for kind in widths)
+    compute, stream, learned = (WIDTHS[kind] for kind in widths)
     layers, row = config.n_layers, tokens * config.d_model
     hidden, logits = tokens * config.d_ff, tokens * config.vocab
     table = config.vocab * config.d_model * learned
@@ -147,7 +146,7 @@ def _passes(config: ModelConfig, tokens: int, precision: Precision) -> Iterator[
 def _optimizer(config: ModelConfig, precision: Precision) -> Operation:
     """AdamW reads a gradient, and reads and writes a weight and two moments. With master weights
     everything but the gradient is float32, and the model's weight is written as well."""
-    width = _WIDTHS[precision.weights]
+    width = WIDTHS[precision.weights]
     each = width + 6 * width
     if precision.master:
         each = width + 6 * _FLOAT32 + width

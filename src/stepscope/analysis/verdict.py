@@ -31,7 +31,7 @@ MAX_PARTS = 7
 MAX_CHANGES = 3
 MAX_NAMED_LINES = 3
 
-_MEANINGS: dict[str, Meaning] = {
+MEANINGS: dict[str, Meaning] = {
     IDEAL: "ideal",
     COMMUNICATION: "communication",
     IDLE: "idle",
@@ -355,7 +355,7 @@ def parts_of(
         BreakdownPart(
             label=(names or {}).get(label, label),
             ms=known[label],
-            meaning=_MEANINGS.get(label, "lost"),
+            meaning=MEANINGS.get(label, "lost"),
             code=KINDS[label].code if label in KINDS else "",
         )
         for label in order

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -34,16 +33,6 @@ from stepscope.studies.program.rows import ProgramRecord
 
 _QUESTION = "Which changes apply, what would each gain, and what does it risk?"
 _SO_FAR = "How accurate were predictions on this device, and how are they corrected?"
-
-
-class Printing(Protocol):
-    """Options of what is printed."""
-
-    @property
-    def json(self) -> bool: ...
-
-    @property
-    def explain(self) -> bool: ...
 
 
 def advice_page(

@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from stepscope.measure.dispatch import FunctionMode
 
 _NARROW = """
     addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -42,17 +43,14 @@ WIDEST = frozenset(_WIDEST.split())
 _EXACT = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class CudaAutocast(TorchFunctionMode):
+class CudaAutocast(FunctionMode):
     """Casts the inputs of torch functions as autocast does on CUDA."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
 
-    def __torch_function__(
-        self, function: Any, _: Any, arguments: Any = (), keywords: Any = None
-    ) -> Any:
-        keywords = keywords or {}
+    def run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         dtype = self.dtype_of(rule_name(function), (arguments, keywords))
         if dtype is not None:
             arguments, keywords = tree_map(

@@ -1,30 +1,50 @@
-"""A mode of the dispatcher that observes every operator."""
+"""Modes around all operators, or all torch functions, that run inside."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls `before` and `after` around every operator that runs inside."""
+class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode of the dispatcher: `run` is called in place of every operator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Any,
-        arguments: tuple[Any, ...] = (),
-        keywords: dict[str, Any] | None = None,
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         del types
+        return self.run(function, arguments, keywords or {})
+
+    def run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class FunctionMode(TorchFunctionMode):
+    """The same for functions of torch, such as `torch.nn.functional.dropout`."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        del types
+        return self.run(function, arguments, keywords or {})
+
+    def run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class Observer(OperatorMode):  # type: ignore[no-untyped-call]
+    """Calls `before` and `after` around every operator that runs inside."""
+
+    def run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         self.aside(self.before)
-        result = function(*arguments, **(keywords or {}))
-        self.aside(self.after, function, arguments, keywords or {}, result)
+        result = function(*arguments, **keywords)
+        self.aside(self.after, function, arguments, keywords, result)
         return result
 
     def aside(self, note: Callable[..., None], *given: Any) -> None:

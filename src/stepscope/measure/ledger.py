@@ -19,10 +19,11 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import resolve_name
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.measure.allocator import Statistics
+from stepscope.measure.dispatch import FunctionMode
 from stepscope.measure.hooks import after_gradient, around_calls
 from stepscope.measure.memory_timeline import MemoryTimeline
 from stepscope.measure.modules import all_named_parts, model_names
@@ -266,24 +267,17 @@ class StorageLedger(TensorBytes):  # type: ignore[no-untyped-call]
         return around_calls(module, enter, leave)
 
 
-class FunctionNames(TorchFunctionMode):
+class FunctionNames(FunctionMode):
     """Tracks the names of the torch functions that are currently being called."""
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
 
-    def __torch_function__(
-        self,
-        function: Any,
-        types: Any,
-        arguments: tuple[Any, ...] = (),
-        keywords: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
+    def run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         name = resolve_name(function) or getattr(function, "__name__", "")
         self._names.append(name.rpartition(".")[2].strip("_"))
         try:
-            return function(*arguments, **(keywords or {}))
+            return function(*arguments, **keywords)
         finally:
             self._names.pop()
 

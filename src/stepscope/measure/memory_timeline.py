@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from stepscope.records.memory import Point
 
 MAX_POINTS = 160
+_Entry = tuple[str, int, int, dict[str, int]]
+"""Phase, operator number, total bytes, bytes by kind."""
 
 
 class MemoryTimeline:
@@ -16,26 +18,25 @@ class MemoryTimeline:
         self._most = most
         self._every = 1
         self._seen = 0
-        self._entries: list[tuple[str, int, int, dict[str, int]]] = []
-        """Phase, operator number, total bytes, bytes by kind."""
+        self._entries: list[_Entry] = []
 
     def add(self, phase: str, kinds: Mapping[str, int]) -> None:
         self._seen += 1
-        total = sum(kinds.values())
-        last = self._entries[-1] if self._entries else None
-        same_bin = (
-            last is not None
-            and last[0] == phase
-            and (last[1] - 1) // self._every == (self._seen - 1) // self._every
-        )
-        if same_bin:
-            assert last is not None
-            if total > last[2]:
-                self._entries[-1] = (phase, self._seen, total, dict(kinds))
-            return
-        self._entries.append((phase, self._seen, total, dict(kinds)))
+        self._merge((phase, self._seen, sum(kinds.values()), dict(kinds)))
         if len(self._entries) > 2 * self._most:
             self._halve()
+
+    def _merge(self, entry: _Entry) -> None:
+        """Add an entry, of which only the higher is kept in a bin of operators of one phase."""
+        last = self._entries[-1] if self._entries else None
+        if (
+            last is None
+            or last[0] != entry[0]
+            or (last[1] - 1) // self._every != (entry[1] - 1) // self._every
+        ):
+            self._entries.append(entry)
+        elif entry[2] > last[2]:
+            self._entries[-1] = entry
 
     def points(self) -> tuple[Point, ...]:
         while len(self._entries) > self._most:
@@ -54,15 +55,6 @@ class MemoryTimeline:
 
     def _halve(self) -> None:
         self._every *= 2
-        merged: list[tuple[str, int, int, dict[str, int]]] = []
-        for each in self._entries:
-            if (
-                merged
-                and merged[-1][0] == each[0]
-                and (merged[-1][1] - 1) // self._every == (each[1] - 1) // self._every
-            ):
-                if each[2] > merged[-1][2]:
-                    merged[-1] = each
-            else:
-                merged.append(each)
-        self._entries = merged
+        entries, self._entries = self._entries, []
+        for entry in entries:
+            self._merge(entry)

@@ -44,14 +44,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.d_model // self.n_heads
 
 
-class Precision(msgspec.Struct, frozen=True, kw_only=True):
+WIDTHS = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a value of each dtype; tf32 is float32 in memory."""
+
+
+class Precision(msgspec.Struct, frozen=True):
     """The dtype of the weights, the dtype of the matmuls, and how the two are combined."""
 
     name: str
     weights: str
     compute: str
     """Dtype of the matmuls."""
-    autocast: bool
     help: str
     master: bool = False
     """The optimizer keeps a float32 copy of the weights and updates that one."""
@@ -59,6 +62,10 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
     """The residual stream has the dtype of the matmuls, not that of the weights."""
     fp8: bool = False
     """Linear layers of the blocks that gain from it run in FP8; all other matmuls in `compute`."""
+
+    @property
+    def autocast(self) -> bool:
+        return WIDTHS[self.compute] < WIDTHS[self.weights]
 
     @property
     def fastest(self) -> str:
@@ -70,87 +77,41 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
         return self.compute if self.narrow_stream else self.weights
 
 
+_F32, _BF16 = "float32", "bfloat16"
+_IN_FP8 = "linear layers of the blocks in FP8"
 PRECISIONS: dict[str, Precision] = {
-    p.name: p
-    for p in (
+    one.name: one
+    for one in (
+        Precision("float32", _F32, _F32, "all in float32, tensor cores off"),
+        Precision("tf32", _F32, "tf32", "float32 storage, matmuls on tensor cores in TF32"),
+        Precision("bfloat16", _F32, _BF16, "float32 weights, bfloat16 autocast"),
         Precision(
-            name="float32",
-            weights="float32",
-            compute="float32",
-            autocast=False,
-            help="all in float32, tensor cores off",
-        ),
-        Precision(
-            name="tf32",
-            weights="float32",
-            compute="tf32",
-            autocast=False,
-            help="float32 storage, matmuls on tensor cores in TF32",
-        ),
-        Precision(
-            name="bfloat16",
-            weights="float32",
-            compute="bfloat16",
-            autocast=True,
-            help="float32 weights, bfloat16 autocast",
-        ),
-        Precision(
-            name="bfloat16-stream",
-            weights="float32",
-            compute="bfloat16",
-            autocast=True,
+            "bfloat16-stream", _F32, _BF16,
+            "float32 weights, bfloat16 autocast, the residual stream in bfloat16 too",
             narrow_stream=True,
-            help="float32 weights, bfloat16 autocast, the residual stream in bfloat16 too",
         ),
         Precision(
-            name="float16",
-            weights="float32",
-            compute="float16",
-            autocast=True,
-            help="float32 weights, float16 autocast with loss scaling",
+            "float16", _F32, "float16", "float32 weights, float16 autocast with loss scaling"
         ),
         Precision(
-            name="bfloat16-pure",
-            weights="bfloat16",
-            compute="bfloat16",
-            autocast=False,
-            help="weights, gradients and optimizer state in bfloat16",
+            "bfloat16-pure", _BF16, _BF16, "weights, gradients and optimizer state in bfloat16"
         ),
         Precision(
-            name="bfloat16-master",
-            weights="bfloat16",
-            compute="bfloat16",
-            autocast=False,
+            "bfloat16-master", _BF16, _BF16,
+            "bfloat16 weights and gradients, float32 master weights and optimizer state",
             master=True,
-            help="bfloat16 weights and gradients, float32 master weights and optimizer state",
+        ),
+        Precision("fp8", _F32, _BF16, f"bfloat16 autocast, {_IN_FP8}", fp8=True),
+        Precision(
+            "fp8-stream", _F32, _BF16, "the same with the residual stream in bfloat16",
+            narrow_stream=True, fp8=True,
         ),
         Precision(
-            name="fp8",
-            weights="float32",
-            compute="bfloat16",
-            autocast=True,
-            fp8=True,
-            help="bfloat16 autocast, linear layers of the blocks in FP8",
-        ),
-        Precision(
-            name="fp8-stream",
-            weights="float32",
-            compute="bfloat16",
-            autocast=True,
-            narrow_stream=True,
-            fp8=True,
-            help="the same with the residual stream in bfloat16",
-        ),
-        Precision(
-            name="fp8-pure",
-            weights="bfloat16",
-            compute="bfloat16",
-            autocast=False,
-            fp8=True,
-            help="weights, gradients and optimizer state in bfloat16, linear layers in FP8",
+            "fp8-pure", _BF16, _BF16,
+            "weights, gradients and optimizer state in bfloat16, linear layers in FP8", fp8=True,
         ),
     )
-}
+}  # fmt: skip
 
 _ALIASES = {
     "fp32": "float32",

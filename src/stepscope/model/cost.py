@@ -14,14 +14,11 @@ import msgspec
 from stepscope.attention import cost as attention_cost
 from stepscope.attention import implementation
 from stepscope.attention.cost import AttentionShape
-from stepscope.model.config import ModelConfig, Precision
+from stepscope.model.config import WIDTHS, ModelConfig, Precision
 
-_ELEMENT_BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
 _FLOAT32 = 4
 _INT64 = 8
 _ATTENTION_OUTPUT = "attention output"
-
-MODES = ("forward", "forward-backward", "train-step")
 
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,12 +84,9 @@ def flops(config: ModelConfig, batch: int, context: int, causal: bool = True) ->
 
 
 def weight_bytes(config: ModelConfig, precision: Precision) -> int:
-    return parameters(config).total * _ELEMENT_BYTES[precision.weights]
-
-
-def gradient_bytes(config: ModelConfig, precision: Precision) -> int:
-    """Return the bytes of all gradients: they have the dtype of the weights even under autocast."""
-    return weight_bytes(config, precision)
+    """Return the bytes of all weights, and of all gradients, which have their dtype even under
+    autocast."""
+    return parameters(config).total * WIDTHS[precision.weights]
 
 
 def optimizer_bytes(config: ModelConfig, precision: Precision) -> int:
@@ -145,7 +139,7 @@ def activation_bytes(
     of 8, the log-sum-exp to a multiple of 32 rows.
     """
     tokens = batch * context
-    compute_bytes = _ELEMENT_BYTES[precision.compute]
+    compute_bytes = WIDTHS[precision.compute]
     stream = tokens * config.d_model  # elements of one activation of the residual stream's width
     hidden = tokens * config.d_ff
     # Autocast casts the float32 output of the norm again for each matmul that reads it.
@@ -196,7 +190,7 @@ def _attention_items(
     device_type: str,
 ) -> dict[str, int]:
     shape = _shape(config, batch, context)
-    compute_bytes = _ELEMENT_BYTES[precision.compute]
+    compute_bytes = WIDTHS[precision.compute]
     items = {"q, k, v": attention_cost.input_bytes(shape, compute_bytes)}
     chosen = implementation(attention)
     if not chosen.saves_scores:

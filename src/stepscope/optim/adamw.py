@@ -7,14 +7,14 @@ other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from stepscope.torch_tools.capturing import is_capturing
+from stepscope.torch_tools.closures import ClosureOptimizer
 
 
 class Rule(NamedTuple):
@@ -34,7 +34,7 @@ class Rule(NamedTuple):
         return cls(*map(float, values))
 
 
-class AdamW(Optimizer):
+class AdamW(ClosureOptimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
 
     def __init__(
@@ -67,22 +67,9 @@ class AdamW(Optimizer):
                 # Older versions of torch saved it as a number.
                 parameter_state["step"] = torch.tensor(float(parameter_state["step"]))
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update all parameters; a closure computes the loss and its gradients first."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         self._refuse_capture()
         self._update_all()
-        return loss
 
     def _refuse_capture(self) -> None:
         """Raise in a CUDA graph capture: replays would repeat the step count of the capture, and

@@ -153,13 +153,8 @@ class InBackwardAdamW(FusedAdamW):
         # The step counts have changed.
         self._forget_settings()
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def _step(self) -> None:
         """Make the current stream wait until all updates of this backward are done."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         if self._has_gradients():
             self._end_step()
             raise RuntimeError(
@@ -168,7 +163,6 @@ class InBackwardAdamW(FusedAdamW):
                 " it updates has requires_grad=True"
             )
         self._end_step()
-        return loss
 
     def abandon_step(self) -> None:
         """Forget a step whose capture as a CUDA graph failed: nothing of it has run."""

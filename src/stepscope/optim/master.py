@@ -10,16 +10,17 @@ for the weight and 2 for its gradient, and 4 more for the float32 gradient while
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from stepscope.optim.fused import MASTER
+from stepscope.torch_tools.closures import ClosureOptimizer
 
 
-class MasterWeights(Optimizer):
+class MasterWeights(ClosureOptimizer):
     """Float32 master weights of a 16-bit model, around any optimizer.
 
         optimizer = MasterWeights(model.parameters(), AdamW, lr=1e-3)
@@ -36,19 +37,8 @@ class MasterWeights(Optimizer):
         probe = optimizer([torch.zeros(1)], **settings)
         super().__init__(params, probe.defaults)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the copies, then the model; a closure computes the loss first."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
+        """Update the copies, then the model."""
         inner = self._inner = self._inner or self._with_copies()
         for group, inner_group in zip(self.param_groups, inner.param_groups, strict=True):
             inner_group.update({name: value for name, value in group.items() if name != "params"})
@@ -66,7 +56,6 @@ class MasterWeights(Optimizer):
             self.state[parameter] = {MASTER: copy} | inner.state[copy]
         if pairs:
             torch._foreach_copy_([parameter for parameter, _ in pairs], [copy for _, copy in pairs])
-        return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

@@ -30,7 +30,7 @@ timeout of the process group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, Protocol, overload
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ from stepscope.parallel.model_layout import require_same_lines, tensor_line
 from stepscope.parallel.owned import OwnedParameters
 from stepscope.parallel.peers import connect_peers
 from stepscope.parallel.slices import SlicedParameters
+from stepscope.torch_tools.closures import ClosureOptimizer
 
 Form = Literal["broadcast", "scatter"]
 FORMS: tuple[Form, ...] = ("broadcast", "scatter")
@@ -87,7 +88,7 @@ class Entry(NamedTuple):
     address: int
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(ClosureOptimizer):
     """Any torch optimizer with its state sharded across the ranks (ZeRO stage 1).
 
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
@@ -176,23 +177,11 @@ class ShardedOptimizer(Optimizer):
             )
         self._require_trainable(label, parameter)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def _step(self) -> None:
         """Update this rank's part, then send the parameters to every rank."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for entry in self._entries:
             self._require_unchanged(entry)
         self.division.step(self.param_groups)
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part. Save and load it with `save_optimizer` and `load_optimizer`."""

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from stepscope.analysis.predict.allocator import Block, CachingAllocator
-from stepscope.measure.tensors import LiveStorage, TensorBytes
 from stepscope.planning.cuda_operators import CudaDtypes, CudaOperators, InPlaceSums
 from stepscope.planning.host_copies import HostCopies
 from stepscope.planning.operators import OperatorLog, Rates
 from stepscope.planning.predict import run_backward
 from stepscope.planning.selective import AS_IT_IS, BlockPlan, apply_to
+from stepscope.planning.simulated_bytes import SimulatedBytes
 
 
 class Example(NamedTuple):
@@ -58,40 +57,6 @@ class BlockRun(NamedTuple):
     """Bytes of each differentiable input, then output, that it saves; 0 of others."""
     inputs: int
     """Number of differentiable inputs."""
-
-
-class SimulatedBytes(TensorBytes):  # type: ignore[no-untyped-call]
-    """Counts the blocks of the caching allocator that fake tensors occupy."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.allocator = CachingAllocator()
-        self.allocated = self.most = 0
-        self._blocks: dict[LiveStorage, Block] = {}
-
-    def made(self, size: int, operator: str) -> LiveStorage:
-        storage = super().made(size, operator)
-        if size:
-            block = self._blocks[storage] = self.allocator.allocate(size)
-            self.allocated += block.size
-            self.most = max(self.most, self.allocated)
-        return storage
-
-    def freed(self, storage: LiveStorage) -> None:
-        block = self._blocks.pop(storage, None)
-        if block is not None:
-            self.allocated -= block.size
-            self.allocator.release(block)
-
-    def begin(self) -> int:
-        """Forget the peak, and return the bytes now."""
-        self.most = self.allocated
-        return self.allocated
-
-    def size_of(self, storage: int) -> int:
-        """Return the bytes of a storage, 0 if it is freed."""
-        block = self._blocks.get(self._live[storage]) if storage in self._live else None
-        return 0 if block is None else block.size
 
 
 class _Source(torch.autograd.Function):
@@ -166,7 +131,7 @@ def _run(
 
     def begin_backward() -> None:
         nonlocal start, forward_end
-        start, forward_end = counted.begin(), len(log.operators)
+        start, forward_end = counted.begin_part(), len(log.operators)
 
     leaves, tree = tree_flatten((example.args, example.kwargs))
     where = [at for at, leaf in enumerate(leaves) if _is_differentiable(leaf)]
@@ -175,7 +140,7 @@ def _run(
         given = [x for x in leaves if isinstance(x, Tensor) and not x.requires_grad]
         counted.count((*block.parameters(), *block.buffers(), *given))
         anchor = torch.zeros((), requires_grad=True)
-        before = counted.allocated
+        before = counted.blocks.in_use
         made = _Source.apply(anchor, [leaves[at] for at in where])  # type: ignore[no-untyped-call]
         boundary = [one.untyped_storage()._cdata for one in made]
         new = dict(zip(where, made, strict=True))
@@ -183,19 +148,19 @@ def _run(
         args, kwargs = tree_unflatten(leaves, tree)
         del leaves, made, new
         log.operators.clear()
-        at_start = counted.begin()
+        at_start = counted.begin_part()
         with torch.autocast("cpu", dtype) if dtype is not None else nullcontext():
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
                 output = block(*args, **kwargs)
-            in_forward, with_copies = counted.most - at_start, counted.allocated
+            in_forward, with_copies = counted.blocks.most - at_start, counted.blocks.in_use
         outputs = [x for x in tree_leaves(output) if _is_differentiable(x)]
-        cast = with_copies - counted.allocated
+        cast = with_copies - counted.blocks.in_use
         boundary += {x.untyped_storage()._cdata for x in outputs} - set(boundary)
         loss = _Sink.apply(begin_backward, *outputs)  # type: ignore[no-untyped-call]
         operators = len(log.operators)
         del args, kwargs, output, outputs
         retained = [counted.size_of(storage) for storage in boundary]
-        saved = counted.allocated - before
+        saved = counted.blocks.in_use - before
         run_backward(loss)
         del loss
     seconds = [one.seconds for one in log.operators]
@@ -206,7 +171,7 @@ def _run(
         saved=saved - sum(retained if plain is None else plain.retained),
         copies=cast,
         forward=in_forward,
-        backward=counted.most - start,
+        backward=counted.blocks.most - start,
         to_host=0,
         forward_s=sum(seconds[:operators]),
         backward_s=sum(seconds[forward_end:]),

@@ -14,10 +14,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.measure.autocast_rules import NARROW, CudaAutocast, rule_name
+from stepscope.measure.dispatch import FunctionMode, OperatorMode
 
 _NO_GRAPH_TASK = -1
 _NARROW_DTYPES = (torch.float16, torch.bfloat16)
@@ -177,7 +176,7 @@ _REPLACED: dict[Any, Any] = {
 }
 
 
-class CudaOperators(TorchFunctionMode):
+class CudaOperators(FunctionMode):
     """Calls what allocates and saves the same tensors as the operators of CUDA."""
 
     def __enter__(self) -> Self:
@@ -195,11 +194,8 @@ class CudaOperators(TorchFunctionMode):
         for one in self._patches:
             one.stop()
 
-    def __torch_function__(
-        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: Any = None
-    ) -> Any:
-        del types
-        return _REPLACED.get(function, function)(*arguments, **(keywords or {}))
+    def run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return _REPLACED.get(function, function)(*arguments, **keywords)
 
 
 def _replaced(original: Any, replacement: Any) -> Any:
@@ -220,17 +216,14 @@ class CudaDtypes(CudaAutocast):
     def __init__(self) -> None:
         super().__init__(torch.float32)
 
-    def __torch_function__(
-        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
-    ) -> Any:
+    def run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         replaced = _OF_16_BIT.get(rule_name(function))
         first = arguments[0] if arguments else None
         if replaced and isinstance(first, Tensor) and first.dtype in _NARROW_DTYPES:
-            keywords = keywords or {}
             wanted = keywords.get("dtype")
             if wanted is torch.float32 or (wanted is None and torch.is_autocast_enabled("cpu")):
                 return replaced(*arguments, **keywords)
-        return super().__torch_function__(function, types, arguments, keywords)
+        return super().run(function, arguments, keywords)
 
     def dtype_of(self, name: str, inputs: Any) -> torch.dtype | None:
         if name in NARROW or not torch.is_autocast_enabled("cpu"):
@@ -238,24 +231,14 @@ class CudaDtypes(CudaAutocast):
         return super().dtype_of(name, inputs)
 
 
-class InPlaceSums(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class InPlaceSums(OperatorMode):  # type: ignore[no-untyped-call]
     """Adds gradients in place where autograd does.
 
     Autograd never writes to tensors of Python classes, such as fake ones. For a weight that is used
     twice this would be one more gradient than on a GPU.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Any,
-        arguments: tuple[Any, ...] = (),
-        keywords: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
+    def run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if (
             function is torch.ops.aten.add.Tensor
             and torch._C._current_graph_task_id() != _NO_GRAPH_TASK
@@ -266,7 +249,7 @@ class InPlaceSums(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and arguments[0]._use_count() <= _UNSHARED
         ):
             return arguments[0].add_(*arguments[1:])
-        return function(*arguments, **(keywords or {}))
+        return function(*arguments, **keywords)
 
 
 def use_cuda_defaults(optimizer: torch.optim.Optimizer) -> None:

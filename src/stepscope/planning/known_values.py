@@ -18,11 +18,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stepscope.errors import UsageError
+from stepscope.measure.dispatch import OperatorMode
 
 _MAX_EXACT = 1 << 20
 """Elements of the largest integer or boolean tensor whose values are computed."""
@@ -32,11 +33,11 @@ _UNKNOWN: Any = object()
 _SIZE_FROM_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
     """Computes what is computed from known values only; active on top of a `FakeTensorMode`."""
 
     def __init__(self, fakes: FakeTensorMode, line_of_code: Callable[[], str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.assumed: list[str] = []
         """Lines of code that read an unknown value."""
         self._fakes = fakes
@@ -48,15 +49,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _is_small(fake):
             self._values[fake] = value
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Any,
-        arguments: tuple[Any, ...] = (),
-        keywords: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
-        keywords = keywords or {}
+    def run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if function is _READ:
             return self._read(arguments[0])
         try:

@@ -14,9 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from stepscope.acceleration.train_step import loss_of
 from stepscope.acceleration.train_step_arguments import require_valid
-from stepscope.analysis.predict.allocator import Block, CachingAllocator
-from stepscope.measure.ledger import StorageLedger, line_of_code
-from stepscope.measure.tensors import LiveStorage
+from stepscope.measure.ledger import line_of_code
 from stepscope.planning.cuda_operators import (
     CudaDtypes,
     CudaOperators,
@@ -24,13 +22,11 @@ from stepscope.planning.cuda_operators import (
     use_cuda_defaults,
 )
 from stepscope.planning.fake_step import Fakes
+from stepscope.planning.simulated_bytes import WORKSPACE, PredictedLedger
 from stepscope.records.memory import INPUTS, PhasePeak, kind_of
 from stepscope.report.format import bytes_
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
-WORKSPACE = 64 << 20
-"""Bytes that cuBLAS requests from the allocator on a Hopper GPU: once in the thread of the forward
-pass, and once in that of the backward pass."""
 
 
 class StepOptions(NamedTuple):
@@ -112,8 +108,7 @@ def predict_fake(
     """Predict the memory of a step of fake tensors, within `fakes.active()`. The first of two steps
     creates the state of the optimizer."""
     use_cuda_defaults(optimizer)
-    allocator = SimulatedAllocator()
-    ledger = PredictedLedger(allocator)
+    ledger = PredictedLedger()
     ledger.count((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), INPUTS)
     for _ in range(steps):
         ledger.forget_peaks()
@@ -121,7 +116,7 @@ def predict_fake(
             run_step(model, optimizer, batch, options, ledger.begin)
             ledger.end()
     return MemoryPrediction(
-        tuple(ledger.peaks), allocator.reserved + WORKSPACE, tuple(fakes.values.assumed)
+        tuple(ledger.peaks), ledger.blocks.reserved + WORKSPACE, tuple(fakes.values.assumed)
     )
 
 
@@ -156,63 +151,3 @@ def run_backward(loss: Tensor) -> None:
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True,
         accumulate_grad=True,
     )  # fmt: skip
-
-
-class SimulatedAllocator:
-    """The caching allocator of CUDA, of which nothing is allocated."""
-
-    def __init__(self) -> None:
-        self._blocks = CachingAllocator()
-        self._allocated = self._requested = self._peak = 0
-
-    @property
-    def reserved(self) -> int:
-        return self._blocks.reserved
-
-    def take(self, size: int) -> Block:
-        block = self._blocks.allocate(size)
-        self._allocated += block.size
-        self._requested += size
-        self._peak = max(self._peak, self._allocated)
-        return block
-
-    def release(self, block: Block, size: int) -> None:
-        self._allocated -= block.size
-        self._requested -= size
-        self._blocks.release(block)
-
-    def allocated(self) -> int:
-        return self._allocated + WORKSPACE
-
-    def peak(self) -> int:
-        return self._peak + WORKSPACE
-
-    def reset_peak(self) -> None:
-        self._peak = self._allocated
-
-    def requested(self) -> int:
-        return self._requested + WORKSPACE
-
-
-class PredictedLedger(StorageLedger):  # type: ignore[no-untyped-call]
-    """Memory ledger whose storages are fake and occupy simulated blocks."""
-
-    def __init__(self, allocator: SimulatedAllocator) -> None:
-        super().__init__(torch.device("cpu"), allocator, library_bytes=WORKSPACE)
-        self._simulated = allocator
-        self._blocks: dict[LiveStorage, Block] = {}
-
-    def made(self, size: int, operator: str) -> LiveStorage:
-        storage = super().made(size, operator)
-        if size:
-            self._blocks[storage] = self._simulated.take(size)
-        return storage
-
-    def freed(self, storage: LiveStorage) -> None:
-        block = self._blocks.pop(storage, None)
-        if block is not None:
-            self._simulated.release(block, storage.bytes)
-        super().freed(storage)
-
-    def forget_peaks(self) -> None:
-        self._peaks.clear()

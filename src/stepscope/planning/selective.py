@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from stepscope.acceleration.forward_registry import Layer, add_layer, forward_below
 from stepscope.errors import StepscopeError
+from stepscope.measure.dispatch import OperatorMode
 from stepscope.planning.host_copies import LEAST_BYTES, Group, HostCopies, HostCopy
 from stepscope.planning.operators import Key, can_keep, is_random, name_of
 from stepscope.torch_tools.capturing import is_capturing
@@ -122,27 +122,24 @@ def _versions(output: Any) -> tuple[int, ...]:
     return tuple(leaf._version for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
 
-class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Keeping(OperatorMode):  # type: ignore[no-untyped-call]
     """Stores the outputs of operators in the forward pass of a block."""
 
     def __init__(
         self, plan: BlockPlan, store: dict[Key, _Kept], group: Group | None, repeats_random: bool
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._wanted, self._store, self._group = plan.kept, store, group
         self._repeats_random = repeats_random
         self._calls: Counter[str] = Counter()
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
-    ) -> Any:
-        del types
+    def run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if not self._repeats_random and is_random(function, arguments):
             raise StepscopeError(
                 "the block draws random numbers, and did not when its memory was planned",
                 "call stepscope.fit on the model in training mode",
             )
-        output = function(*arguments, **(keywords or {}))
+        output = function(*arguments, **keywords)
         key = _counted(self._calls, function)
         if key in self._wanted and can_keep(function, arguments):
             kept = tree_map(self._stored, output)
@@ -161,24 +158,21 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return detached
 
 
-class _Using(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Using(OperatorMode):  # type: ignore[no-untyped-call]
     """Returns stored outputs where a block runs again."""
 
     def __init__(self, store: dict[Key, _Kept]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._store = store
         self._calls: Counter[str] = Counter()
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
-    ) -> Any:
-        del types
+    def run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         key = _counted(self._calls, function)
         kept = self._store.pop(key, None)
         called = (function, *_shapes(arguments))
         if kept is not None and kept.called == called and kept.is_unchanged:
             return tree_map(lambda x: x.take() if isinstance(x, HostCopy) else x, kept.output)
-        return function(*arguments, **(keywords or {}))
+        return function(*arguments, **keywords)
 
 
 def _counted(calls: Counter[str], function: Any) -> Key:

@@ -21,12 +21,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from stepscope.acceleration.forward_registry import add_layer, forward_below
 from stepscope.measure.tensors import LiveStorage
-from stepscope.planning.block_costs import BlockCost, BlockRun, Example, SimulatedBytes
+from stepscope.planning.block_costs import BlockCost, BlockRun, Example
 from stepscope.planning.blocks import input_signature, repeated_blocks, structures
 from stepscope.planning.cuda_operators import CudaDtypes, CudaOperators, InPlaceSums
 from stepscope.planning.operators import OperatorLog, Rates
-from stepscope.planning.predict import WORKSPACE, StepOptions, run_step
+from stepscope.planning.predict import StepOptions, run_step
 from stepscope.planning.ranks import ShardedModel
+from stepscope.planning.simulated_bytes import WORKSPACE, SimulatedBytes
 
 
 class Slot(NamedTuple):
@@ -95,9 +96,9 @@ class _Recorder(SimulatedBytes):  # type: ignore[no-untyped-call]
             self._slots[storage] = self._slot
             self.timeline.add_slot(self._slot, 1)
             return storage
-        before = self.allocated
+        before = self.blocks.in_use
         storage = super().made(size, operator)
-        self.timeline.add(self.allocated - before)
+        self.timeline.add(self.blocks.in_use - before)
         return storage
 
     def freed(self, storage: LiveStorage) -> None:
@@ -105,9 +106,9 @@ class _Recorder(SimulatedBytes):  # type: ignore[no-untyped-call]
         if slot is not None:
             self.timeline.add_slot(slot, -1)
             return
-        before = self.allocated
+        before = self.blocks.in_use
         super().freed(storage)
-        self.timeline.add(self.allocated - before)
+        self.timeline.add(self.blocks.in_use - before)
 
 
 class Blocks:

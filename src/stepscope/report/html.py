@@ -102,51 +102,43 @@ class TableView(NamedTuple):
 
 class FigureView(NamedTuple):
     anchor: str
-    title: str
-    caption: str
+    of: Figure | Timeline
     svg: str
     data: TableView | None
-    wide: bool = False
 
 
-class FlameBlockView(NamedTuple):
+class FlameView(NamedTuple):
     anchor: str
-    title: str
-    caption: str
-    labels: list[str]
+    of: Flame
+
+
+Views = list[tuple[str, object]]
+"""Blocks as the template draws them, with their kinds."""
 
 
 class SectionView(NamedTuple):
     """A card: its answer, its warnings and one picture; everything else is folded evidence."""
 
     anchor: str
-    title: str
-    question: str
-    lead: list[tuple[str, object]]
-    evidence: list[tuple[str, object]]
+    of: Section
+    lead: Views
+    evidence: Views
     evidence_title: str
 
 
 class ItemView(NamedTuple):
     """A question of a document: its findings and pictures, and its tables, which are folded."""
 
-    label: str
-    question: str
-    code: str
-    commands: tuple[str, ...]
-    blocks: list[tuple[str, object]]
-    folded: list[tuple[str, object]]
-    lacking: str
-    elsewhere: list[tuple[str, object]]
-    elsewhere_folded: list[tuple[str, object]]
-    source: str
+    of: Item
+    blocks: Views
+    folded: Views
+    elsewhere: Views
+    elsewhere_folded: Views
 
 
 class ChapterView(NamedTuple):
     anchor: str
-    name: str
-    title: str
-    note: str
+    of: Chapter
     items: list[ItemView]
 
 
@@ -176,8 +168,7 @@ class Builder:
         rest = [block for block in section.blocks if block not in first]
         return SectionView(
             anchor,
-            section.title,
-            section.question,
+            section,
             [view for is_lead, view in views if is_lead],
             [view for is_lead, view in views if not is_lead],
             _contents(rest),
@@ -185,26 +176,18 @@ class Builder:
 
     def chapter(self, chapter: Chapter) -> ChapterView:
         anchor = self.anchor(chapter.name)
-        items = [self._item(item) for item in chapter.items]
-        return ChapterView(anchor, chapter.name, chapter.title, chapter.note, items)
+        return ChapterView(anchor, chapter, [self._item(item) for item in chapter.items])
 
     def _item(self, item: Item) -> ItemView:
-        def views(blocks: tuple[Block, ...], *, folded: bool) -> list[tuple[str, object]]:
+        def views(blocks: tuple[Block, ...]) -> tuple[Views, Views]:
             large = [b for b in blocks if isinstance(b, Table) and len(b.rows) > SHOWN_ROWS]
-            return [self._block(block) for block in blocks if (block in large) is folded]
+            shown, folded = (
+                [self._block(block) for block in blocks if (block in large) is kind]
+                for kind in (False, True)
+            )
+            return shown, folded
 
-        return ItemView(
-            item.label,
-            item.question,
-            item.code,
-            item.commands,
-            views(item.blocks, folded=False),
-            views(item.blocks, folded=True),
-            item.lacking,
-            views(item.elsewhere, folded=False),
-            views(item.elsewhere, folded=True),
-            item.source,
-        )
+        return ItemView(item, *views(item.blocks), *views(item.elsewhere))
 
     def _block(self, block: Block) -> tuple[str, object]:
         match block:
@@ -213,7 +196,7 @@ class Builder:
             case Figure():
                 return "figure", self.figure(block)
             case Timeline():
-                return "figure", self.timeline(block)
+                return "timeline", self.timeline(block)
             case Flame():
                 return "flame", self.flame(block)
             case _:
@@ -258,16 +241,15 @@ class Builder:
         if shown:
             table = self.table(numbers)
             data = table._replace(title="", caption="", filtered=False, dense=True)
-        return FigureView(anchor, figure.title, figure.caption, drawing, data)
+        return FigureView(anchor, figure, drawing, data)
 
-    def flame(self, flame: Flame) -> FlameBlockView:
+    def flame(self, flame: Flame) -> FlameView:
         anchor = self.anchor(flame.name)
         self.flames[anchor] = [
             {"label": view.label, "unit": view.unit, "root": _compact(view.root)}
             for view in flame.views
         ]
-        labels = [view.label for view in flame.views]
-        return FlameBlockView(anchor, flame.title, flame.caption, labels)
+        return FlameView(anchor, flame)
 
     def timeline(self, timeline: Timeline) -> FigureView:
         from markupsafe import Markup
@@ -276,7 +258,7 @@ class Builder:
         shared = only_meanings(timeline)
         self.legend_used |= shared
         drawing = Markup(lanes_svg(timeline, prefix=f"{anchor}-svg", legend=not shared))
-        return FigureView(anchor, timeline.title, timeline.caption, drawing, None, wide=True)
+        return FigureView(anchor, timeline, drawing, None)
 
 
 def lead_blocks(section: Section) -> list[Block]:
@@ -303,14 +285,12 @@ def html_page(page: Page) -> str:
     from markupsafe import Markup
 
     builder = Builder()
-    headline = builder.table(page.headline)
-    sections = [builder.section(section) for section in page.sections]
     return standalone(
         "page.html.j2",
         page=page,
-        headline=headline,
+        headline=builder.table(page.headline),
         verdict=verdict_view(page.verdict) if page.verdict else None,
-        sections=sections,
+        parts=[builder.section(section) for section in page.sections],
         legend=LEGEND if builder.legend_used or (page.verdict and page.verdict.parts) else (),
         details=Markup(_json(builder.details)),
         flames=Markup(_json(builder.flames)),
@@ -322,13 +302,12 @@ def html_document(document: Document) -> str:
     from markupsafe import Markup
 
     builder = Builder()
-    summary = builder.table(document.summary) if document.summary else None
-    chapters = [builder.chapter(chapter) for chapter in document.chapters]
     return standalone(
         "document.html.j2",
         page=document,
-        summary=summary,
-        chapters=chapters,
+        headline=builder.table(document.summary) if document.summary else None,
+        verdict=None,
+        parts=[builder.chapter(chapter) for chapter in document.chapters],
         legend=LEGEND if builder.legend_used else (),
         details=Markup(_json(builder.details)),
         flames=Markup(_json(builder.flames)),

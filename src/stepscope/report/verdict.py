@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
+from msgspec.structs import asdict
 
 from stepscope.analysis.parts import (
     COMMUNICATION,
@@ -245,19 +245,8 @@ def verdict_facts(verdict: Verdict | None) -> dict[str, Any] | None:
         "timed": verdict.timed,
         "step_ms": None if step is None else step.value,
         "interval": None if step is None else [step.low, step.high],
-        "parts": [
-            {"code": part.code, "label": part.label, "ms": part.ms, "meaning": part.meaning}
-            for part in verdict.parts
-        ],
-        "limit": None
-        if limit is None
-        else {
-            "ms": limit.ms,
-            "matmul_ms": limit.matmul_ms,
-            "update_ms": limit.update_ms,
-            "dtype": limit.dtype,
-            "doubt": limit.doubt,
-        },
+        "parts": [asdict(part) for part in verdict.parts],
+        "limit": None if limit is None else asdict(limit) | {"ms": limit.ms},
         "mfu": None if verdict.mfu is None else plain(verdict.mfu),
         "mfu_doubt": verdict.mfu.reason if isinstance(verdict.mfu, AtMost) else "",
         "unchanged_ms": verdict.unchanged_ms,
@@ -270,13 +259,13 @@ def verdict_facts(verdict: Verdict | None) -> dict[str, Any] | None:
             "changes": list(verdict.reachable_with),
         },
         "changes": [_change_facts(change) for change in verdict.changes],
-        "lines": [msgspec.structs.asdict(line) for line in verdict.lines],
+        "lines": [asdict(line) for line in verdict.lines],
         "order_only": {"by": verdict.order_by, "titles": list(verdict.order)},
         "trust": {"level": verdict.trust, "reason": verdict.trust_reason},
         "next": verdict.next_command,
     }
     if (cluster := verdict.cluster) is not None:
-        facts["cluster"] = msgspec.structs.asdict(cluster) | {"fits": cluster.fits}
+        facts["cluster"] = asdict(cluster) | {"fits": cluster.fits}
     if verdict.memory:
         facts["peak_bytes"] = verdict.memory_bytes
         facts["memory"] = [{"owner": one.label, "bytes": one.bytes} for one in verdict.memory]
@@ -353,52 +342,27 @@ class PartView(NamedTuple):
     definition: str = ""
 
 
-class ChangeView(NamedTuple):
-    title: str
-    gain: str
-    code: str
-    warning: str
-
-
-class LineView(NamedTuple):
-    where: str
-    source: str
-    cost: str
-    text: str
-
-
 class VerdictView(NamedTuple):
-    trust: str
+    of: Verdict
     trust_text: str
-    subject: str
     stats: list[StatView]
     answer: str
     parts: list[PartView]
-    changes: list[ChangeView]
-    lines: list[LineView]
-    next_command: str
-    defined: bool
-    """Whether a part of the bar has a definition."""
+    changes: list[tuple[RankedChange, str]]
+    """With their gains."""
+    lines: list[tuple[CostlyLine, str]]
+    """With their costs."""
 
 
 def verdict_view(verdict: Verdict) -> VerdictView:
     return VerdictView(
-        trust=verdict.trust,
+        of=verdict,
         trust_text=trust_text(verdict),
-        subject=verdict.subject,
         stats=list(_stats(verdict)),
         answer=" ".join(sentences(verdict, with_stats=True)),
         parts=_parts(verdict),
-        changes=[
-            ChangeView(one.title, gain_text(one), "\n".join(one.lines), one.warning)
-            for one in verdict.changes
-        ],
-        lines=[
-            LineView(one.where, one.source, line_cost(one, verdict), f"{one.title}: {one.advice}")
-            for one in verdict.lines
-        ],
-        next_command=verdict.next_command,
-        defined=any(part.definition for part in verdict.parts),
+        changes=[(one, gain_text(one)) for one in verdict.changes],
+        lines=[(one, line_cost(one, verdict)) for one in verdict.lines],
     )
 
 

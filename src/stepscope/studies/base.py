@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -37,6 +38,17 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def needs(self) -> tuple[str, ...]:
         """Capabilities that the machine must have: a dtype, `compiler`, …"""
         return ()
+
+    @classmethod
+    def combinations(cls, flags: object, *swept: str, **fields: Any) -> Iterator[Self]:
+        """The cases of every combination of these fields, the last of which changes fastest. The
+        values of a field are `fields`, or else the flag of the same name."""
+        named = {
+            name: getattr(flags, name) for name in cls.__struct_fields__ if hasattr(flags, name)
+        }
+        named |= fields
+        for values in itertools.product(*(named[name] for name in swept)):
+            yield cls(**named | dict(zip(swept, values, strict=True)))
 
     @property
     def config(self) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch.overrides import TorchFunctionMode
 
 from stepscope.advisor.lines.operators import (
     Operator,
@@ -40,7 +39,7 @@ from stepscope.advisor.lines.stack import (
 from stepscope.analysis.lines.facts import Labels, Lines, Loop, Padding, Site
 from stepscope.analysis.lines.observed import COPY, SAME, WAIT, Observed
 from stepscope.errors import one_line
-from stepscope.measure.dispatch import Observer
+from stepscope.measure.dispatch import FunctionMode, Observer
 
 _NO_BACKWARD = -1
 _LOGITS_THROUGH = 8
@@ -460,23 +459,16 @@ def _repeated_ends(tokens: torch.Tensor) -> int:
     return int(equal[rows].sum()) if int(rows.sum()) > 1 else 0
 
 
-class _FunctionCalls(TorchFunctionMode):
+class _FunctionCalls(FunctionMode):
     """Calls back at each call of a torch function."""
 
     def __init__(self, called: Callable[[], None]) -> None:
         super().__init__()
         self._called = called
 
-    def __torch_function__(
-        self,
-        function: Any,
-        types: Any,
-        arguments: tuple[Any, ...] = (),
-        keywords: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
+    def run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         self._called()
-        return function(*arguments, **(keywords or {}))
+        return function(*arguments, **keywords)
 
 
 def _header(places: Places, key: LoopKey, counted: _Loop) -> Loop:

@@ -38,6 +38,8 @@ class Allocator(Protocol):
 
     reserved: int
     """Bytes reserved on the device."""
+    in_use: int
+    """Bytes of the blocks in use."""
 
     def allocate(self, size: int) -> Block: ...
 
@@ -48,14 +50,14 @@ class ExactAllocator:
     """Allocates exactly what is requested and caches nothing."""
 
     def __init__(self) -> None:
-        self.reserved = 0
+        self.reserved = self.in_use = 0
 
     def allocate(self, size: int) -> Block:
-        self.reserved += size
+        self.reserved = self.in_use = self.in_use + size
         return Block(size, False, 0, 0)
 
     def release(self, block: Block) -> None:
-        self.reserved -= block.size
+        self.reserved = self.in_use = self.in_use - block.size
 
 
 class OutOfBlocks(Exception):  # noqa: N818
@@ -69,7 +71,9 @@ class CachingAllocator:
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        self.reserved = 0
+        self.reserved = self.in_use = 0
+        self.most = 0
+        """Largest number of bytes in use; the caller may reset it."""
         self._limit = limit
         self._block_count = 0
         self._segments = 0
@@ -85,9 +89,12 @@ class CachingAllocator:
         if rest >= _UNIT if small else rest > _SMALL_LIMIT:
             self._split(block, wanted)
         block.free = False
+        self.in_use += block.size
+        self.most = max(self.most, self.in_use)
         return block
 
     def release(self, block: Block) -> None:
+        self.in_use -= block.size
         for neighbor in (block.previous, block.next):
             if neighbor is not None and neighbor.free:
                 self._take(neighbor)

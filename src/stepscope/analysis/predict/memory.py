@@ -47,7 +47,6 @@ class Memory:
         self.overrun: MemoryState | None = None
         """First moment at which more than the limit was allocated."""
         self._limit = limit
-        self.allocated = 0
         self.events = 0
         self.phase = ""
         self.unnamed = TEMPORARIES
@@ -58,6 +57,10 @@ class Memory:
         self.moments: dict[int, MemoryState] = {}
         self._watched = watched
         self._live: dict[int, weakref.ref[Buffer]] = {}
+
+    @property
+    def allocated(self) -> int:
+        return self.allocator.in_use
 
     def begin(self, phase: str) -> None:
         self.phase = phase
@@ -71,22 +74,21 @@ class Memory:
         buffer = Buffer(self, requested, self.allocator.allocate(requested), line or self.unnamed)
         # A weak reference, so that only the simulation keeps the buffer alive.
         self._live[id(buffer)] = weakref.ref(buffer)
-        self.allocated += buffer.block.size
         self._event()
         return buffer
 
     def freed(self, buffer: Buffer) -> None:
         del self._live[id(buffer)]
-        self.allocated -= buffer.block.size
         self.allocator.release(buffer.block)
 
     def _event(self) -> None:
         self.events += 1
-        if self.allocated > self.peaks.get(self.phase, (-1, 0))[0]:
-            self.peaks[self.phase] = (self.allocated, self.events)
+        allocated = self.allocator.in_use
+        if allocated > self.peaks.get(self.phase, (-1, 0))[0]:
+            self.peaks[self.phase] = (allocated, self.events)
         if self.events in self._watched:
             self.moments[self.events] = self._moment()
-        if self._limit is not None and self.overrun is None and self.allocated > self._limit:
+        if self._limit is not None and self.overrun is None and allocated > self._limit:
             self.overrun = self._moment()
 
     def _moment(self) -> MemoryState:

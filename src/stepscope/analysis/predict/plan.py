@@ -11,12 +11,13 @@ from stepscope.errors import UsageError, unknown_name
 from stepscope.kernels.activation_policy import ALL, check_layer_options, policy_per_layer
 from stepscope.model.checkpointing import NONE, segment_sizes
 from stepscope.model.config import ModelConfig, precision
-from stepscope.model.cost import MODES
 
+Mode = Literal["forward", "forward-backward", "train-step"]
+MODES: tuple[Mode, ...] = ("forward", "forward-backward", "train-step")
 IN_BACKWARD = "stepscope-in-backward"
 LOW_PRECISION_GRADS = "stepscope-low-precision-grads"
 WITHIN_BACKWARD = (IN_BACKWARD, LOW_PRECISION_GRADS)
-OPTIMIZERS = ("torch", "torch-fused", "stepscope", "stepscope-fused", *WITHIN_BACKWARD, "course")
+OPTIMIZERS = ("torch", "torch-fused", "stepscope", "stepscope-fused", *WITHIN_BACKWARD)
 _CAPTURED = ("stepscope-fused", *WITHIN_BACKWARD)
 _UNKNOWN_ATTENTIONS = {
     "compiled": "is the compiler's choice",
@@ -72,7 +73,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
                 raise UsageError(f"{name} is {getattr(self, name)}", "it must be at least 1")
         for kind, value, known in (
             ("mode", self.mode, MODES),
-            ("optimizer", self.optimizer, OPTIMIZERS),
+            ("optimizer", self.optimizer, (*OPTIMIZERS, "course")),
             ("sharding", self.sharding, SHARDINGS),
             ("loss", self.loss, LOSSES),
         ):

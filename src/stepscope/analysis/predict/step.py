@@ -17,12 +17,11 @@ from stepscope.analysis.predict.operators import FLOAT32, Operators
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.tape import Tape, Value
 from stepscope.kernels.loss_chunks import matmul_columns, padded_columns, rows_per_chunk
-from stepscope.model.config import ModelConfig, precision
+from stepscope.model.config import WIDTHS, ModelConfig, precision
 from stepscope.parallel.buckets import Rows, share_out
 from stepscope.records.memory import GATHERED, INPUTS, LIBRARIES, LOGITS, OPTIMIZER, PARAMETERS
 
 _INT64 = 8
-_WIDTHS = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
 _TEMPORARIES = {"torch": 2, "torch-fused": 0, "stepscope": 1, "course": 3}
 """Temporaries of a parameter's size while an optimizer updates it alone."""
 _STEPS = 2
@@ -85,12 +84,12 @@ class StepSimulation:
     ) -> None:
         self.plan = plan
         dtypes = precision(plan.dtype)
-        self.width, self.stream_width = _WIDTHS[dtypes.weights], _WIDTHS[dtypes.stream]
+        self.width, self.stream_width = WIDTHS[dtypes.weights], WIDTHS[dtypes.stream]
         self.master = dtypes.master
         blocks = CachingAllocator(limit if enforced else None)
         self.memory = Memory(blocks if plan.device == "cuda" else ExactAllocator(), watched, limit)
         self.tape = Tape(self.memory)
-        self.ops = Operators(self.tape, _WIDTHS[dtypes.compute] if dtypes.autocast else None)
+        self.ops = Operators(self.tape, WIDTHS[dtypes.compute] if dtypes.autocast else None)
         model = plan.model
         self.shape = Shape(
             batch=plan.batch,

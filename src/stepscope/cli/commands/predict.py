@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from stepscope.analysis.predict.plan import StepPlan
+from stepscope.analysis.predict.plan import Mode, StepPlan
 from stepscope.analysis.predict.step import Prediction, predict
 from stepscope.cli.common import json_line, parse
 from stepscope.errors import UsageError
-from stepscope.kernels.activation_policy import ALL
 from stepscope.model.checkpointing import NONE
 from stepscope.model.config import precision
-from stepscope.studies.training.shape import ShapeFlags, model_shape, size_name
+from stepscope.studies.training.flags import StepFlags
+from stepscope.studies.training.plans import settings_of
+from stepscope.studies.training.shape import model_shape, size_name
 
 if TYPE_CHECKING:
     from stepscope.planning.frontier import MemoryPlan
@@ -30,49 +31,22 @@ _OF_MODELS = {
 """Options that apply to a model of a user."""
 _OPTIMIZERS = {"torch": "adamw", "torch-fused": "adamw-fused"}
 """Optimizers of a user's model, by their names in this command."""
+_SWEPT = ("size", "context", "dtype", "batch", "attention", "optimizer", "loss", "checkpoint")
 
 
-class PredictOptions(ShapeFlags, frozen=True, kw_only=True):
+class PredictOptions(StepFlags, frozen=True, kw_only=True):
+    mode: Mode = "train-step"
+    """Part of the step to predict."""
+    optimizer: tuple[str, ...] = ("torch",)
+    """AdamW: torch (its default), torch-fused, stepscope (plain PyTorch), stepscope-fused (one
+    launch), stepscope-in-backward (each parameter is updated as soon as its gradient is computed),
+    stepscope-low-precision-grads (the same, with gradients in the dtype of the fused projections),
+    course (the AdamW of the CS336 assignment)."""
     model: str = ""
     """A model of your own: package.module:function, as in `stepscope run own`. It is built and run
     on fake tensors, in eager mode; --batch, --dtype, --optimizer (torch, torch-fused), --checkpoint
     (no, blocks), --budget, --frontier, --ranks, --sharding (none: DDP, full: FSDP2) and --json
     apply."""
-    context: tuple[int, ...] = (512,)
-    """Sequence lengths in tokens."""
-    batch: int = 4
-    """Batch size: sequences per step on each rank."""
-    dtype: tuple[str, ...] = ("float32",)
-    """Dtypes: float32, tf32, bfloat16 and float16 (autocast), bfloat16-stream (autocast, and the
-    residual stream in bfloat16), bfloat16-pure (weights in bfloat16), bfloat16-master (bfloat16
-    weights with float32 master weights); with --fused-projections also fp8, fp8-stream and fp8-pure
-    (the same with the linear layers of the blocks in FP8)."""
-    attention: str = "reference"
-    """Attention implementation (`stepscope list attentions`)."""
-    mode: Literal["forward", "forward-backward", "train-step"] = "train-step"
-    """Part of the step to predict."""
-    optimizer: Literal[
-        "torch", "torch-fused", "stepscope", "stepscope-fused", "stepscope-in-backward", "course"
-    ] = "torch"
-    """AdamW: torch (its default), torch-fused, stepscope (plain PyTorch), stepscope-fused (one
-    launch), stepscope-in-backward (each parameter is updated as soon as its gradient is computed),
-    course (the AdamW of the CS336 assignment)."""
-    loss: Literal["plain", "fused"] = "plain"
-    """Loss: plain (all logits in memory), fused (LM head and cross-entropy in chunks of rows)."""
-    fused: bool = False
-    """Fused kernels for norms, SwiGLU and rotary embeddings."""
-    fused_projections: bool = False
-    """With --fused: fused QKV and fused gate/up projections."""
-    activation_policy: str = ALL
-    """With --fused-projections, what is saved for backward: all; norms (recompute the gated
-    product); gates (recompute the norms too); inputs (recompute the gates too); inputs-12 (inputs
-    for the first 12 blocks, all for the others)."""
-    graph: bool = False
-    """Capture the full step as CUDA graphs."""
-    checkpoint: str = NONE
-    """Activation checkpointing: no; segments of 1, 2, 4, … blocks; nested segments such as 8-1 (8
-    blocks, recomputed one by one); nested (halved recursively); with --model, blocks (each entry of
-    its ModuleLists)."""
     ranks: int = 1
     """Data-parallel ranks, each with its own batch."""
     sharding: Literal["none", "optimizer", "full"] = "none"
@@ -129,8 +103,7 @@ def main(words: list[str]) -> int:
     if options.model:
         return _predict_models(options)
     predictions = [
-        (size_name(name, options.overrides), predict(_plan(options, name, context, dtype)))
-        for name, context, dtype in itertools.product(options.size, options.context, options.dtype)
+        (size_name(size, options.overrides), predict(plan)) for size, plan in _plans(options)
     ]
     if options.json:
         print(
@@ -150,28 +123,24 @@ def _check_applies(options: PredictOptions) -> None:
             continue
         flag = f"--{field.name.replace('_', '-')}"
         raise UsageError(f"{flag} describes a built-in model", "leave it out with --model")
-    if options.optimizer not in _OPTIMIZERS:
-        raise UsageError(
-            f"--optimizer {options.optimizer} with --model", f"one of: {', '.join(_OPTIMIZERS)}"
-        )
-    if options.checkpoint not in (NONE, "blocks"):
-        raise UsageError(f"--checkpoint {options.checkpoint} with --model", "one of: no, blocks")
-    if options.sharding == "optimizer":
-        raise UsageError("--sharding optimizer with --model", "one of: none, full")
+    for flag, values, known in (
+        ("optimizer", options.optimizer, (*_OPTIMIZERS,)),
+        ("checkpoint", options.checkpoint, (NONE, "blocks")),
+        ("sharding", (options.sharding,), ("none", "full")),
+    ):
+        for value in values:
+            if value not in known:
+                raise UsageError(f"--{flag} {value} with --model", f"one of: {', '.join(known)}")
 
 
 def _predict_models(options: PredictOptions) -> int:
     from stepscope.studies.own.prediction import ModelPlan, plans_that_fit, predict_model
 
     plans = [
-        ModelPlan(
-            model=options.model,
-            batch=options.batch,
-            dtype=precision(dtype).name,
-            optimizer=_OPTIMIZERS[options.optimizer],
-            checkpoint=options.checkpoint == "blocks",
+        ModelPlan(options.model, batch, precision(dtype).name, _OPTIMIZERS[optimizer], how != NONE)
+        for batch, dtype, optimizer, how in itertools.product(
+            options.batch, options.dtype, options.optimizer, options.checkpoint
         )
-        for dtype in options.dtype
     ]
     budget = None if options.budget is None else int(options.budget * 2**30)
     if options.frontier or options.ranks > 1:
@@ -190,7 +159,7 @@ def _predict_models(options: PredictOptions) -> int:
     for plan, prediction, fitting in answers:
         print_findings(view.model_findings(str(plan), prediction, budget, fitting))
         print()
-        print_table(view.model_table(prediction))
+        print_table(view.ledger_table(prediction.phases, view.SECOND_STEP))
     return 0
 
 
@@ -198,6 +167,7 @@ def _predict_plans(options: PredictOptions, steps: list[ModelPlan], budget: int 
     """Print the frontier of each step, of the last one as a figure too."""
     from stepscope.files import replace_file
     from stepscope.report.plots import svg
+    from stepscope.report.svg import standalone_svg
     from stepscope.report.terminal import print_findings, print_table
     from stepscope.studies.own.prediction import frontier_of
     from stepscope.studies.views import prediction as view
@@ -213,7 +183,7 @@ def _predict_plans(options: PredictOptions, steps: list[ModelPlan], budget: int 
         ]  # fmt: skip
         facts.append({**step._asdict(), **found._asdict(), "plans": plans})
         if options.frontier:
-            figure = svg(view.frontier_figure(found, budget))
+            figure = standalone_svg(svg(view.frontier_figure(found, budget)))
             replace_file(Path(options.frontier), [figure.encode()])
         if not options.json:
             print_findings(view.frontier_findings(str(step), found, budget))
@@ -244,26 +214,13 @@ def _facts_of_model(
     }
 
 
-def _plan(options: PredictOptions, name: str, context: int, dtype: str) -> StepPlan:
-    return StepPlan(
-        model=model_shape(name, options.table, context, options.overrides),
-        batch=options.batch,
-        context=context,
-        dtype=precision(dtype).name,
-        attention=options.attention,
-        mode=options.mode,
-        optimizer=options.optimizer,
-        checkpoint=options.checkpoint,
-        loss=options.loss,
-        fused=options.fused,
-        fused_projections=options.fused_projections,
-        activation_policy=options.activation_policy,
-        graph=options.graph,
-        ranks=options.ranks,
-        sharding=options.sharding,
-        device=options.device,
-        written_out=options.written_out,
-    )
+def _plans(options: PredictOptions) -> Iterator[tuple[str, StepPlan]]:
+    """Every combination, by size."""
+    for values in itertools.product(*(getattr(options, name) for name in _SWEPT)):
+        chosen = dict(zip(_SWEPT, values, strict=True))
+        size, chosen["dtype"] = chosen.pop("size"), precision(chosen["dtype"]).name
+        shape = model_shape(size, options.table, chosen["context"], options.overrides)
+        yield size, StepPlan(model=shape, **settings_of(options, PredictOptions) | chosen)
 
 
 def _facts(name: str, prediction: Prediction) -> dict[str, object]:
@@ -291,4 +248,6 @@ def _print(options: PredictOptions, predictions: list[tuple[str, Prediction]]) -
     print_table(view.phases_table(predictions))
     if len(predictions) == 1:
         print()
-        print_table(view.ledger_table(predictions[0][1]))
+        (_, prediction), *_ = predictions
+        what = view.BLOCKS if prediction.plan.device == "cuda" else "Tensors."
+        print_table(view.ledger_table(prediction.phases, what))

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import msgspec
 
+from stepscope.analysis.predict.plan import Mode
 from stepscope.cli.common import StoreOptions, parse
 from stepscope.cli.messages import write_line
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.processes import own_command
 from stepscope.studies.base import PlannedCase
 from stepscope.studies.ddp.cases import DDPFlags
-from stepscope.studies.training.workload import Mode, WorkloadFlags, workloads
+from stepscope.studies.training.flags import WorkloadFlags
+from stepscope.studies.training.workload import workloads
 
 
 class NsysOptions(WorkloadFlags, frozen=True, kw_only=True):

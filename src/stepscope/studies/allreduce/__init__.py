@@ -25,18 +25,7 @@ class AllReduce(Study[AllReduceFlags, AllReduceCase]):
     no_model = "it measures collectives alone"
 
     def cases(self, flags: AllReduceFlags) -> tuple[AllReduceCase, ...]:
-        return tuple(
-            AllReduceCase(
-                collective=collective,
-                ranks=ranks,
-                backend=backend,
-                sizes=flags.sizes,
-                rounds=flags.rounds,
-            )
-            for ranks in flags.ranks
-            for backend in flags.backend
-            for collective in flags.collective
-        )
+        return (*AllReduceCase.combinations(flags, "ranks", "backend", "collective"),)
 
 
 STUDY = AllReduce()

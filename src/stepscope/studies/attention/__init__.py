@@ -8,8 +8,6 @@ output gradient. The bytes that the forward pass saves for backward are counted 
 
 from __future__ import annotations
 
-import itertools
-
 from stepscope.model.config import precision
 from stepscope.studies.attention.cases import MODES, AttentionCase, AttentionFlags
 from stepscope.studies.base import Study
@@ -31,23 +29,15 @@ class Attention(Study[AttentionFlags, AttentionCase]):
     no_model = "it measures attention alone"
 
     def cases(self, flags: AttentionFlags) -> tuple[AttentionCase, ...]:
-        return tuple(
-            AttentionCase(
-                attention=attention,
-                batch=flags.batch,
-                heads=flags.heads,
-                seq=seq,
-                head=head,
-                dtype=precision(dtype).name,
-                causal=flags.causal,
-                mode=mode,
-                warmup=flags.warmup,
-                steps=flags.steps,
-            )
-            for attention, dtype, seq, head, mode in itertools.product(
-                flags.attention, flags.dtype, flags.context, flags.head_dim, MODES
-            )
+        cases = AttentionCase.combinations(
+            flags,
+            *("attention", "dtype", "seq", "head", "mode"),
+            dtype=[precision(dtype).name for dtype in flags.dtype],
+            seq=flags.context,
+            head=flags.head_dim,
+            mode=MODES,
         )
+        return (*cases,)
 
 
 STUDY = Attention()

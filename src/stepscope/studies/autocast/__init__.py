@@ -29,13 +29,7 @@ class Autocast(Study[AutocastFlags, AutocastCase]):
     no_model = "it describes each layer of its own models"
 
     def cases(self, flags: AutocastFlags) -> tuple[AutocastCase, ...]:
-        return tuple(
-            AutocastCase(
-                subject=subject, dtype=dtype, context=flags.context, attention=flags.attention
-            )
-            for subject in flags.subject
-            for dtype in flags.dtype
-        )
+        return (*AutocastCase.combinations(flags, "subject", "dtype"),)
 
 
 STUDY = Autocast()

@@ -40,15 +40,9 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
     case = BenchmarkCase
 
     def cases(self, flags: BenchmarkFlags) -> tuple[BenchmarkCase, ...]:
+        energy = flags.energy or msgspec.UNSET
         return tuple(
-            case_of(
-                workload,
-                BenchmarkCase,
-                warmup=flags.warmup,
-                steps=flags.steps,
-                min_seconds=flags.min_seconds,
-                energy=flags.energy or msgspec.UNSET,
-            )
+            case_of(workload, BenchmarkCase, flags, energy=energy)
             for workload in workloads(flags, flags.mode)
         )
 

@@ -36,8 +36,7 @@ class Leaderboard(Study[LeaderboardFlags, LeaderboardCase]):
     no_model = "it times the model of the assignment"
 
     def cases(self, flags: LeaderboardFlags) -> tuple[LeaderboardCase, ...]:
-        fields = {n: getattr(flags, n) for n in LeaderboardCase.__struct_fields__}
-        return tuple(LeaderboardCase(**fields | {"ranks": ranks}) for ranks in flags.ranks)
+        return (*LeaderboardCase.combinations(flags, "ranks"),)
 
 
 STUDY = Leaderboard()

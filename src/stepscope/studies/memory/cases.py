@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from stepscope.analysis.predict.plan import Mode
 from stepscope.studies.flag_checks import check_at_least
-from stepscope.studies.training.workload import Mode, Workload, WorkloadFlags
+from stepscope.studies.training.flags import WorkloadFlags
+from stepscope.studies.training.workload import Workload
 
 Snapshot = Literal["yes", "no"]
 

@@ -20,7 +20,7 @@ from stepscope.studies.memory.rows import (
 )
 from stepscope.studies.training.plans import can_be_predicted, prediction_for
 from stepscope.studies.training.post_mortem import NOTE, examined, read_refusal
-from stepscope.studies.views.builders import ids
+from stepscope.studies.views.builders import finding
 
 _CLOSED = 0.01
 _PREDICTED = 0.05
@@ -54,17 +54,9 @@ def _finding(
     text: str,
     tone: Tone = "info",
     conclusion: Conclusion = NOTHING,
-    timed: bool = False,
 ) -> Finding:
-    return Finding(
-        code=f"memory.{code}",
-        values=dict(values),
-        records=ids(cases),
-        text=text,
-        tone=tone,
-        conclusion=conclusion,
-        timed=timed,
-    )
+    code = f"memory.{code}"
+    return finding(code, text, cases, values, tone=tone, conclusion=conclusion, timed=False)
 
 
 def _prediction(cases: Sequence[Accounted]) -> Iterator[Finding]:

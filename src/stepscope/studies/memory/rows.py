@@ -187,7 +187,7 @@ class Regime:
         count = cost.parameters(model).total
         self.name, self.policy = name, PRECISIONS[name]
         self.weights = cost.weight_bytes(model, self.policy) // count
-        self.gradients = cost.gradient_bytes(model, self.policy) // count
+        self.gradients = cost.weight_bytes(model, self.policy) // count
         self.state = cost.optimizer_bytes(model, self.policy) // count
         self.copies = 2 if self.policy.autocast else 0
         self.total = self.weights + self.gradients + self.state
@@ -220,7 +220,7 @@ class Block:
         in_blocks = counted.attention + counted.feed_forward + counted.norms - model.d_model
         self.parameters, self.model_parameters = in_blocks // model.n_layers, counted.total
         self.gradient_width = (
-            cost.gradient_bytes(model, precision(case.workload.dtype)) // counted.total
+            cost.weight_bytes(model, precision(case.workload.dtype)) // counted.total
         )
 
     @classmethod

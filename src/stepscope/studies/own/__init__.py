@@ -10,7 +10,6 @@ a `loss` attribute, or `(loss, …)`. For other outputs `build` also returns `lo
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from stepscope.errors import UsageError
@@ -40,13 +39,9 @@ class Own(Study[OwnFlags, OwnCase]):
     def cases(self, flags: OwnFlags) -> tuple[OwnCase, ...]:
         if not flags.model:
             raise UsageError("no model was given", "use --model package.module:function")
-        settings = {name: getattr(flags, name) for name in OwnCase.__struct_fields__}
-        settings["dtype"] = tuple(precision(dtype).name for dtype in flags.dtype)
-        swept = [name for name, value in settings.items() if isinstance(value, tuple)]
-        return tuple(
-            OwnCase(**settings | dict(zip(swept, values, strict=True)))
-            for values in itertools.product(*(settings[name] for name in swept))
-        )
+        swept = [n for n in OwnCase.__struct_fields__ if isinstance(getattr(flags, n), tuple)]
+        dtypes = [precision(dtype).name for dtype in flags.dtype]
+        return (*OwnCase.combinations(flags, *swept, dtype=dtypes),)
 
     def headline(self, records: Sequence[Record]) -> Table | None:
         from stepscope.studies.own.view import settings_table

@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stepscope.acceleration.changes import blocks_of, checkpoint_blocks, one_kernel_attention
+from stepscope.analysis.predict.plan import Mode
 from stepscope.model.config import precision
 from stepscope.records.schema import Quantity, quantities
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.own.building import build, call, loss_of
 from stepscope.studies.own.cases import OwnStep
-from stepscope.studies.training.flags import Mode
 from stepscope.studies.training.subject import TrainingStep
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from stepscope.analysis.effects import Effect, part, quotient
 from stepscope.analysis.kernels.classes import CLASSES
 from stepscope.analysis.limits import median_ms
+from stepscope.analysis.predict.plan import MODES, Mode
 from stepscope.analysis.trace.summary import Summary, Use
 from stepscope.model.config import precision
 from stepscope.model.cost import parameters
@@ -19,7 +20,7 @@ from stepscope.studies.base import Result
 from stepscope.studies.profile.cases import ProfileCase
 from stepscope.studies.trace.findings import top_kernels
 from stepscope.studies.training.settings import unusual_settings
-from stepscope.studies.training.workload import MODES, Mode, Workload
+from stepscope.studies.training.workload import Workload
 
 AGREES_WITHIN = 0.1
 """Largest relative difference at which the profiler's and the timer's forward agree."""

@@ -11,6 +11,7 @@ import msgspec
 
 from stepscope.analysis.kernels.classes import CLASSES
 from stepscope.analysis.limits import share_of
+from stepscope.analysis.predict.plan import MODES, Mode
 from stepscope.analysis.verdict import Share
 from stepscope.report.blocks import Block, Curve, Figure, Flame, Table, Timeline
 from stepscope.report.format import count, number, percent
@@ -41,7 +42,7 @@ from stepscope.studies.trace.view import (
     outlier_table,
     timeline_block,
 )
-from stepscope.studies.training.workload import MODES, Mode, Workload
+from stepscope.studies.training.workload import Workload
 from stepscope.studies.views.flame import flame_blocks
 from stepscope.studies.views.waterfall import StepWaterfall, step_waterfall, waterfall_blocks
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from stepscope.analysis.conclusions import NOTHING, Conclusion
 from stepscope.records.schema import Record
 from stepscope.records.stats import Summary, summarize
-from stepscope.report.blocks import Finding, Tone, Value
+from stepscope.report.blocks import Finding, Value
 from stepscope.report.format import number
 from stepscope.report.tables import Declared, col, interval
 from stepscope.studies.base import Result
 from stepscope.studies.ranks.cases import RankedCase
+from stepscope.studies.views.builders import finding
 
 R = TypeVar("R", bound=RankedCase)
 CHECK_STEPS = 3
@@ -95,26 +95,11 @@ class RankedResult(Result[R]):
             timed=False,
         )
 
-    def finding(
-        self,
-        what: str,
-        text: str,
-        values: Mapping[str, Value],
-        *,
-        conclusion: Conclusion = NOTHING,
-        tone: Tone = "info",
-        timed: bool = True,
-    ) -> Finding:
+    def finding(self, what: str, text: str, values: Mapping[str, Value], **more: Any) -> Finding:
         """A finding that rests on this record alone."""
-        return Finding(
-            code=f"{self.record.study}.{what}",
-            values={"ranks": self.case.ranks, "backend": self.backend, **values},
-            records=(self.record.id,),
-            text=f"{self.title}: {text}",
-            conclusion=conclusion,
-            tone=tone,
-            timed=timed,
-        )
+        values = {"ranks": self.case.ranks, "backend": self.backend, **values}
+        code = f"{self.record.study}.{what}"
+        return finding(code, f"{self.title}: {text}", self.record, values, **more)
 
 
 class VariantRow(NamedTuple):

@@ -28,7 +28,7 @@ from stepscope.analysis.rehearsal.sweep import (
     sweep_sizes,
 )
 from stepscope.analysis.trust import trust_of
-from stepscope.model.config import ModelConfig, precision
+from stepscope.model.config import WIDTHS, ModelConfig, precision
 from stepscope.parallel.buckets import MEGABYTE
 from stepscope.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from stepscope.records.schema import Record
@@ -37,8 +37,6 @@ from stepscope.report.blocks import Finding, Tone, Value
 from stepscope.studies.training.plans import prediction_for
 from stepscope.studies.training.workload import Workload
 
-_HALF = 2
-_BYTES = {"float32": 4, "tf32": 4, "bfloat16": _HALF, "float16": _HALF}
 ABOVE = 0.2
 """Share of exposed communication above which scaling is reported as not worthwhile."""
 
@@ -133,7 +131,7 @@ def subject_of(record: Record, workload: Workload) -> Subject | None:
         # Scaling a gradient into its bucket reads and writes it.
         upkeep=Upkeep(pack_byte=2e3 / copied.value) if copied else Upkeep(),
         flops_per_s=(record.quantity("flops") or 0.0) / passes_ms * 1e3,
-        activation_bytes=_BYTES[precision(workload.dtype).compute],
+        activation_bytes=WIDTHS[precision(workload.dtype).compute],
         trust=trust_of(record),
         known=relative_step(record),
         memory=_predicted_memory(workload, record.environment.device_kind),

@@ -38,17 +38,15 @@ def _bytes(tensors: Any) -> float:
 @contextmanager
 def counted(ranks: int) -> Iterator[Traffic]:
     """Count every collective of this thread and of its backward pass within the context."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from stepscope.measure.dispatch import OperatorMode
 
     traffic = Traffic(ranks)
 
-    class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func.namespace == "c10d":
-                traffic.add(func._opname, args)
-            return func(*args, **(kwargs or {}))
+    class Count(OperatorMode):  # type: ignore[no-untyped-call]
+        def run(self, function: Any, arguments: Any, keywords: Any) -> Any:
+            if function.namespace == "c10d":
+                traffic.add(function._opname, arguments)
+            return function(*arguments, **keywords)
 
-    with Count():  # type: ignore[no-untyped-call]
+    with Count():
         yield traffic

@@ -26,7 +26,6 @@ from stepscope.studies.training.shape import ShapeFlags
 from stepscope.studies.training.workload import Workload, case_of
 
 Part = Literal["ladder", "loss", "waterfall", "race"]
-PARTS: tuple[Part, ...] = ("ladder", "loss", "waterfall", "race")
 _STEADY_S = 1.0
 """Duration of a trial in a race, unless the blocks of its result are shorter."""
 

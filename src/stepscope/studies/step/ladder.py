@@ -7,9 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
+from stepscope.analysis.predict.plan import IN_BACKWARD, LOW_PRECISION_GRADS, WITHIN_BACKWARD
 from stepscope.errors import unknown_name
 from stepscope.model.config import precision
-from stepscope.studies.training.flags import IN_BACKWARD, LOW_PRECISION_GRADS, WITHIN_BACKWARD
 from stepscope.studies.training.workload import Workload
 
 How = Literal["start", "first", "alone", "so far"]

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from stepscope.analysis.predict.plan import IN_BACKWARD, LOW_PRECISION_GRADS
 from stepscope.errors import UsageError, unknown_name
 from stepscope.kernels.activation_policy import ALL, GATES, INPUTS, NORMS
 from stepscope.model.checkpointing import NONE
 from stepscope.model.config import precision
 from stepscope.studies.step.ladder import start
-from stepscope.studies.training.flags import IN_BACKWARD, LOW_PRECISION_GRADS
 from stepscope.studies.training.workload import Workload
 
 SCOPES = ("block", "model")

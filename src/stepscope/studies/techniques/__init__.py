@@ -38,16 +38,8 @@ class Techniques(Study[TechniquesFlags, TechniqueCase]):
 
     def cases(self, flags: TechniquesFlags) -> tuple[TechniqueCase, ...]:
         return tuple(
-            TechniqueCase(technique=technique)
-            if technique == CARD
-            else TechniqueCase(
-                technique=technique,
-                mib=flags.mib,
-                rows=flags.rows,
-                warmup=flags.warmup,
-                rounds=flags.rounds,
-            )
-            for technique in flags.technique
+            TechniqueCase(technique=CARD) if case.technique == CARD else case
+            for case in TechniqueCase.combinations(flags, "technique")
         )
 
     def headline(self, records: Sequence[Record]) -> Table | None:

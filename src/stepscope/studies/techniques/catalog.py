@@ -6,8 +6,6 @@ from importlib import resources
 
 import msgspec
 
-from stepscope.analysis.waterfall import Cause
-
 
 class Words(msgspec.Struct, frozen=True):
     """Description of a technique on one kind of device."""
@@ -23,7 +21,7 @@ class Technique(msgspec.Struct, frozen=True):
     title: str
     gpu: Words
     cpu: Words
-    cause: Cause
+    cause: str
     """The part of a step's waterfall that the technique shortens."""
     example: str
     """Parts of a training step to which it applies."""

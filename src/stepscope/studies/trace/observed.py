@@ -15,8 +15,6 @@ _MOST_POINTS = 400
 _MOST_RANKS = 8
 _SEARCHED = 1000
 """Lines of a rank in which stragglers are looked for."""
-_OF_ALL = "drift", "level-shift"
-"""Deviations of a synchronous step, which all ranks report."""
 _MORE = {
     "compute": "of computation",
     "communication": "waiting for collectives",

@@ -11,9 +11,10 @@ import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from stepscope.analysis.predict.plan import WITHIN_BACKWARD
 from stepscope.errors import first_cause
 from stepscope.studies.base import CaseSkipped
-from stepscope.studies.training.flags import GRAPHS_OF_TORCH, WITHIN_BACKWARD
+from stepscope.studies.training.flags import GRAPHS_OF_TORCH
 from stepscope.studies.training.subject import run_in_order
 
 if TYPE_CHECKING:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from stepscope.errors import UsageError
@@ -11,22 +9,15 @@ from stepscope.kernels.activation_policy import ALL
 from stepscope.model.checkpointing import NONE
 from stepscope.studies.training.shape import ShapeFlags
 
-Mode = Literal["forward", "forward-backward", "train-step"]
-MODES: tuple[Mode, ...] = ("forward", "forward-backward", "train-step")
 COMPILE = ("no", "block", "model")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPHS_OF_TORCH = ("reduce-overhead", "max-autotune")
-IN_BACKWARD = "stepscope-in-backward"
-LOW_PRECISION_GRADS = "stepscope-low-precision-grads"
-WITHIN_BACKWARD = (IN_BACKWARD, LOW_PRECISION_GRADS)
-OPTIMIZERS = ("torch", "torch-fused", "stepscope", "stepscope-fused", *WITHIN_BACKWARD)
-LOSSES = ("plain", "fused")
 _FOR_ANY_MODEL = ("batch", "dtype", "compile", "optimizer", "compile_mode", "checkpoint", "model")
 """Flags that apply to a user's model too."""
 
 
-class WorkloadFlags(ShapeFlags, frozen=True, kw_only=True):
-    """A sweep over training steps: every combination of the values is a case."""
+class StepFlags(ShapeFlags, frozen=True, kw_only=True):
+    """A sweep over training steps that run as they are written."""
 
     context: tuple[int, ...] = (512,)
     """Sequence lengths in tokens."""
@@ -40,16 +31,11 @@ class WorkloadFlags(ShapeFlags, frozen=True, kw_only=True):
     fp8 and fp8-pure are those of stepscope.accelerate."""
     attention: tuple[str, ...] = ("reference",)
     """Attention implementations: reference (naive), sdpa (torch's), … (see `list attentions`)."""
-    compile: tuple[str, ...] = ("no",)
-    """torch.compile: no (eager), block (each block separately), model (the full model)."""
     optimizer: tuple[str, ...] = ("torch",)
     """AdamW: torch (its default), torch-fused, stepscope (plain PyTorch), stepscope-fused (one
     launch), stepscope-in-backward (optimizer-in-backward: each parameter as soon as its gradient is
     ready), stepscope-low-precision-grads (the same; gradients keep the dtype of the fused
     projections)."""
-    compile_mode: tuple[str, ...] = ("default",)
-    """Mode of torch.compile: default, reduce-overhead (CUDA graphs), max-autotune (CUDA graphs and
-    autotuned GEMMs), max-autotune-no-cudagraphs."""
     loss: tuple[str, ...] = ("plain",)
     """Loss: plain (all logits in memory), fused (LM head and cross-entropy in chunks of rows)."""
     fused: bool = False
@@ -60,9 +46,6 @@ class WorkloadFlags(ShapeFlags, frozen=True, kw_only=True):
     """With --fused-projections, what is saved for backward: all, norms (recompute the gated
     product), gates (recompute the norms too), inputs (recompute the gates too), or inputs of the
     first blocks only, such as inputs-12."""
-    autotune_gemms: bool = False
-    """With --fused-projections, on a GPU: choose the fastest cuBLAS kernel for each shape in the
-    first step, which takes up to half a minute."""
     graph: bool = False
     """Replay the step as a CUDA graph (GPU only)."""
     checkpoint: tuple[str, ...] = (NONE,)
@@ -70,6 +53,19 @@ class WorkloadFlags(ShapeFlags, frozen=True, kw_only=True):
     blocks, recomputed one by one); nested (halved recursively)."""
     model: str = ""
     """Your own model instead of a size: package.module:function (see `run own --help`)."""
+
+
+class WorkloadFlags(StepFlags, frozen=True, kw_only=True):
+    """A sweep over training steps: every combination of the values is a case."""
+
+    compile: tuple[str, ...] = ("no",)
+    """torch.compile: no (eager), block (each block separately), model (the full model)."""
+    compile_mode: tuple[str, ...] = ("default",)
+    """Mode of torch.compile: default, reduce-overhead (CUDA graphs), max-autotune (CUDA graphs and
+    autotuned GEMMs), max-autotune-no-cudagraphs."""
+    autotune_gemms: bool = False
+    """With --fused-projections, on a GPU: choose the fastest cuBLAS kernel for each shape in the
+    first step, which takes up to half a minute."""
 
     def refuse_sizes(self) -> None:
         """Reject flags of shape, attention and loss, which a user's model defines itself."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from stepscope.analysis.predict.plan import LOW_PRECISION_GRADS, WITHIN_BACKWARD
 from stepscope.studies.base import CaseSkipped
-from stepscope.studies.training.flags import LOW_PRECISION_GRADS, WITHIN_BACKWARD
 
 if TYPE_CHECKING:
     import torch

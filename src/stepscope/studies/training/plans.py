@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction, predict
@@ -14,22 +16,17 @@ def plan_of(workload: Workload, device_kind: str) -> StepPlan:
     device: Literal["cuda", "cpu"] = "cuda" if device_kind == "cuda" else "cpu"
     return StepPlan(
         model=workload.model(),
-        batch=workload.batch,
-        context=workload.context,
-        dtype=workload.dtype,
-        attention=workload.attention,
-        mode=workload.mode,
-        optimizer=workload.optimizer,
-        checkpoint=workload.checkpoint,
-        loss="fused" if workload.loss == "fused" else "plain",
-        fused=workload.fused,
-        fused_projections=workload.fused_projections,
-        activation_policy=workload.activation_policy,
-        graph=workload.graph,
         device=device,
         # The small step before this one had a backward pass if this one has one.
         used_before=workload.mode != "forward",
+        **settings_of(workload, Workload),
     )
+
+
+def settings_of(step: object, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the fields of that kind of step that a plan has too."""
+    names = set(StepPlan.__struct_fields__) & set(kind.__struct_fields__) - {"model"}
+    return {name: getattr(step, name) for name in names}
 
 
 def can_be_predicted(workload: Workload, device_kind: str) -> bool:

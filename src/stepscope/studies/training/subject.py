@@ -13,9 +13,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from stepscope.acceleration.changes import compile_own
+from stepscope.analysis.predict.plan import MODES, Mode
 from stepscope.model.config import precision
 from stepscope.studies.base import CaseSkipped
-from stepscope.studies.training.flags import GRAPHS_OF_TORCH, MODES, Mode
+from stepscope.studies.training.flags import GRAPHS_OF_TORCH
 
 if TYPE_CHECKING:
     import torch

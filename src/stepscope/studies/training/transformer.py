@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from stepscope.analysis.predict.plan import WITHIN_BACKWARD
 from stepscope.model.config import precision
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.host_memory import refuse_beyond_host_memory
-from stepscope.studies.training.flags import WITHIN_BACKWARD
 from stepscope.studies.training.plans import prediction_for
 from stepscope.studies.training.subject import TrainingStep
 from stepscope.studies.training.workload import Workload

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from stepscope.analysis.predict.plan import LOSSES, MODES, OPTIMIZERS, WITHIN_BACKWARD, Mode
 from stepscope.attention.registry import implementation
 from stepscope.errors import UsageError
 from stepscope.kernels.activation_policy import ALL, check_layer_options, policy_per_layer
@@ -17,33 +18,10 @@ from stepscope.model.config import ModelConfig, precision
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Case
 from stepscope.studies.flag_checks import check_at_least, check_known
-from stepscope.studies.training.flags import (
-    COMPILE,
-    COMPILE_MODES,
-    GRAPHS_OF_TORCH,
-    LOSSES,
-    MODES,
-    OPTIMIZERS,
-    WITHIN_BACKWARD,
-    Mode,
-    WorkloadFlags,
-)
+from stepscope.studies.training.flags import COMPILE, COMPILE_MODES, WorkloadFlags
 from stepscope.studies.training.model_names import check_dtype, check_name
 from stepscope.studies.training.settings import unusual_settings
 from stepscope.studies.training.shape import model_shape, size_key, size_name
-
-__all__ = [
-    "COMPILE",
-    "COMPILE_MODES",
-    "GRAPHS_OF_TORCH",
-    "MODES",
-    "OPTIMIZERS",
-    "Mode",
-    "Workload",
-    "WorkloadFlags",
-    "case_of",
-    "workloads",
-]
 
 
 class Workload(Case, frozen=True, kw_only=True):

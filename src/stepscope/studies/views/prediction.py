@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from stepscope.analysis.conclusions import deduced
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit, fits
+from stepscope.analysis.predict.memory import MemoryState
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction
-from stepscope.records.memory import OPTIMIZER, PARAMETERS, SAVED, saved_bytes
+from stepscope.records.memory import OPTIMIZER, PARAMETERS, SAVED, PhasePeak, saved_bytes
 from stepscope.report.blocks import Cell, Curve, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, duration, percent
 from stepscope.report.tables import col, cols, table
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from stepscope.studies.own.prediction import Frontier
 
 _CONTEXT = "; CUDA's context and libraries, 0.5 to 1.5 GiB, come on top in `nvidia-smi`"
-_BLOCKS = "Blocks of the allocator, which are up to 1 MiB larger than the request."
+_SETTINGS = ("dtype", "attention", "optimizer", "loss", "checkpoint", "mode")
+SECOND_STEP = f"For the second step, which has optimizer state{_CONTEXT}."
+BLOCKS = "Blocks of the allocator, which are up to 1 MiB larger than the request."
 
 
 def lines_table(
@@ -55,7 +58,7 @@ def phases_table(predictions: Sequence[tuple[str, Prediction]]) -> Table:
         col("size", itemgetter(0)),
         col("context", lambda row: row[1].plan.context, "count"),
         col("batch", lambda row: row[1].plan.batch, "count"),
-        *cols(("dtype", "attention", "mode"), lambda row, name: getattr(row[1].plan, name)),
+        *cols(_SETTINGS, lambda row, name: getattr(row[1].plan, name)),
         *cols(names, lambda row, phase: _at_peak(row[1], phase), "bytes"),
         col(
             "peak",
@@ -75,7 +78,7 @@ def phases_table(predictions: Sequence[tuple[str, Prediction]]) -> Table:
         "Predicted peak of each phase",
         predictions,
         columns,
-        caption=f"For the second step, which has optimizer state{_CONTEXT if on_gpu else ''}.",
+        caption=SECOND_STEP if on_gpu else SECOND_STEP.replace(_CONTEXT, ""),
     )
 
 
@@ -83,36 +86,32 @@ def _at_peak(prediction: Prediction, phase: str) -> int | None:
     return next((peak.allocated for peak in prediction.phases if peak.phase == phase), None)
 
 
-def ledger_table(prediction: Prediction) -> Table:
+def ledger_table(phases: Sequence[PhasePeak | MemoryState], caption: str) -> Table:
     """Live memory at the peak of each phase."""
     return lines_table(
         "predicted-ledger",
         "Live memory at the peak of each phase",
-        [(moment.phase, moment.lines) for moment in prediction.phases],
-        [("sum", *(sum(moment.lines.values()) for moment in prediction.phases))],
-        caption=f"{_BLOCKS if prediction.plan.device == 'cuda' else 'Tensors.'}"
-        f" Lines that begin with “{SAVED.strip()}” are activations saved for backward, by the part"
-        " of the model and the operator that saves them.",
+        [(peak.phase, peak.lines) for peak in phases],
+        [("sum", *(peak.allocated for peak in phases))],
+        caption=f"{caption} Lines that begin with “{SAVED.strip()}” are activations saved for"
+        " backward, by the part of the model and the operator that saves them.",
     )
 
 
 def peak_finding(name: str, prediction: Prediction) -> Finding:
-    peak = prediction.peak
-    line, largest = peak.largest
+    line, largest = prediction.peak.largest
+    text = f"the largest single tensor has {bytes_(largest)} ({line})"
+    return _peak_finding(name, prediction.peak, text, largest=largest, largest_line=line)
+
+
+def _peak_finding(name: str, peak: PhasePeak | MemoryState, more: str, **values: Value) -> Finding:
     saved = saved_bytes(peak.lines)
+    known: dict[str, Value] = {"step": name, "peak": peak.allocated, "phase": peak.phase}
     return Finding(
         code="prediction.peak",
-        values={
-            "step": name,
-            "peak": peak.allocated,
-            "phase": peak.phase,
-            "saved": saved,
-            "largest": largest,
-            "largest_line": line,
-        },
-        text=f"{name}: the peak is {bytes_(peak.allocated)}, in the {peak.phase} phase,"
-        f" {bytes_(saved)} of it activations saved for backward; the largest single tensor has"
-        f" {bytes_(largest)} ({line}).",
+        values=known | {"saved": saved} | values,
+        text=f"{name}: the predicted peak is {bytes_(peak.allocated)}, in the {peak.phase} phase,"
+        f" {bytes_(saved)} of it activations saved for backward; {more}.",
         timed=False,
     )
 
@@ -120,8 +119,25 @@ def peak_finding(name: str, prediction: Prediction) -> Finding:
 def budget_finding(name: str, prediction: Prediction, budget: int) -> Finding:
     """Finding whether the step fits the budget, and the smallest changes that make it fit."""
     peak = prediction.peak.allocated
+    does = fits(prediction.plan, peak, budget)
+    changes = () if does else changes_that_fit(prediction.plan, budget)
+    alone = f"the model alone has {bytes_(prediction.phases[0].allocated)}"
+    fitting = [(change.words, change.peak) for change in changes]
+    return _budget_finding(name, peak, budget, fitting, alone, does=does)
+
+
+def _budget_finding(
+    name: str,
+    peak: int,
+    budget: int,
+    fitting: Sequence[tuple[str, int]],
+    alone: str,
+    *,
+    does: bool,
+) -> Finding:
+    """`fitting` has what fits instead, with its peak; `alone` is said if there is nothing."""
     values: dict[str, Value] = {"step": name, "budget": budget, "peak": peak}
-    if fits(prediction.plan, peak, budget):
+    if does:
         return Finding(
             code="prediction.fits",
             values=values,
@@ -135,32 +151,18 @@ def budget_finding(name: str, prediction: Prediction, budget: int) -> Finding:
         if beyond > 0
         else f"{bytes_(peak)} predicted, and fragmentation needs more."
     )
-    changes = changes_that_fit(prediction.plan, budget)
-    listed = "; ".join(f"{change.words} ({bytes_(change.peak)})" for change in changes)
+    listed = "; ".join(f"{words} ({bytes_(size)})" for words, size in fitting)
     return Finding(
         code="prediction.does-not-fit",
-        values=values | {"change": changes[0].words if changes else None},
+        values=values | {"change": fitting[0][0] if fitting else None},
         text=f"{name} does not fit into {bytes_(budget)}: {why}",
         conclusion=deduced(
             f"Smallest change first, with: {listed}."
-            if changes
-            else "No known change fits either; the model alone has"
-            f" {bytes_(prediction.phases[0].allocated)}."
+            if fitting
+            else f"No known change fits either; {alone}."
         ),
         tone="warn",
         timed=False,
-    )
-
-
-def model_table(prediction: MemoryPrediction) -> Table:
-    """Live memory of a user's model at the peak of each phase."""
-    return lines_table(
-        "predicted-ledger",
-        "Live memory at the predicted peak of each phase",
-        [(peak.phase, peak.lines) for peak in prediction.phases],
-        [("sum", *(peak.allocated for peak in prediction.phases))],
-        caption=f"For the second step, which has optimizer state{_CONTEXT}. Lines that begin with"
-        f" “{SAVED.strip()}” are activations saved for backward.",
     )
 
 
@@ -171,21 +173,11 @@ def model_findings(
     fitting: Sequence[tuple[object, MemoryPlan]],
 ) -> list[Finding]:
     peak = prediction.peak
-    saved = saved_bytes(peak.lines)
-    findings = [
-        Finding(
-            code="prediction.model-peak",
-            values={"model": name, "peak": peak.allocated, "phase": peak.phase, "saved": saved},
-            text=f"{name}: the predicted peak is {bytes_(peak.allocated)}, in the {peak.phase}"
-            f" phase, {bytes_(saved)} of it activations saved for backward; the allocator reserves"
-            f" {bytes_(prediction.reserved)}.",
-            timed=False,
-        )
-    ]
+    findings = [_peak_finding(name, peak, f"the allocator reserves {bytes_(prediction.reserved)}")]
     findings += [
         Finding(
             code="prediction.value-assumed",
-            values={"model": name, "line": line},
+            values={"step": name, "line": line},
             text=f"A value that depends on the weights was read at {line} and taken as zero: if it"
             " decides what the step computes, its memory differs.",
             tone="warn",
@@ -194,38 +186,12 @@ def model_findings(
         for line in prediction.assumed
     ]
     if budget is not None:
-        findings.append(_model_budget_finding(name, prediction, budget, fitting))
+        kept = sum(peak.lines.get(line, 0) for line in (PARAMETERS, OPTIMIZER))
+        alone = f"parameters and optimizer state alone have {bytes_(kept)}"
+        others = [(f"{step}: {plan_words(plan)}", plan.peak) for step, plan in fitting]
+        does = peak.allocated * MARGIN <= budget
+        findings.append(_budget_finding(name, peak.allocated, budget, others, alone, does=does))
     return findings
-
-
-def _model_budget_finding(
-    name: str,
-    prediction: MemoryPrediction,
-    budget: int,
-    fitting: Sequence[tuple[object, MemoryPlan]],
-) -> Finding:
-    peak = prediction.peak.allocated
-    does = peak * MARGIN <= budget
-    listed = "; ".join(
-        f"{step} ({bytes_(plan.peak)}: {plan_words(plan)})" for step, plan in fitting
-    )
-    kept = sum(prediction.peak.lines.get(line, 0) for line in (PARAMETERS, OPTIMIZER))
-    others = f" It fits with: {listed}." if listed else ""
-    needs = (
-        f" No batch fits: parameters and optimizer state alone have {bytes_(kept)}."
-        if not listed
-        else ""
-    )
-    return Finding(
-        code="prediction.model-fits" if does else "prediction.model-does-not-fit",
-        values={"model": name, "peak": peak, "budget": budget, "plans": len(fitting)},
-        text=f"{name} fits into {bytes_(budget)}, with a margin of {percent(MARGIN - 1)}."
-        if does
-        else f"{name} does not fit into {bytes_(budget)}: {bytes_(peak)} predicted, with a margin"
-        f" of {percent(MARGIN - 1)}.{others}{needs}",
-        tone="good" if does else "warn",
-        timed=False,
-    )
 
 
 def frontier_findings(name: str, found: Frontier, budget: int | None) -> list[Finding]:
@@ -236,7 +202,7 @@ def frontier_findings(name: str, found: Frontier, budget: int | None) -> list[Fi
     findings = [
         Finding(
             code="prediction.plans",
-            values={"model": name, "peak": first.peak, "smallest": last.peak, "ranks": found.ranks},
+            values={"step": name, "peak": first.peak, "smallest": last.peak, "ranks": found.ranks},
             text=f"{name}: the predicted peak{where} is {bytes_(first.peak)} and the step takes"
             f" {duration(1e3 * first.seconds)} at the rates of {found.device}{without}; the"
             f" smallest plan has {bytes_(last.peak)} and takes"
@@ -322,7 +288,7 @@ def plan_name(size_name: str, plan: StepPlan) -> str:
             "fused",
             "fused_projections",
             "activation_policy",
-            "updates_in_backward",
+            "updates_in_backward" if plan.updates_in_backward else "optimizer",
             "graph",
         ),
         "checkpoint",

@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import NamedTuple
-
-import msgspec
 
 from stepscope.analysis.ideal import Rates, ideal_ms, operations
 from stepscope.analysis.limits import fastest_dtype, median_ms, mfu, rates_doubt, step_rates
-from stepscope.analysis.parts import (
-    COMMUNICATION,
-    COPIES,
-    IDEAL,
-    IDLE,
-    MEMORY,
-    OPTIMIZER,
-    RECOMPUTATION,
-    SLOW_MATMULS,
-    UNATTRIBUTED,
-    part_names,
-)
+from stepscope.analysis.parts import part_names
 from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.trust import trust_of
-from stepscope.analysis.verdict import (
-    FASTER,
-    BreakdownPart,
-    Estimate,
-    Limit,
-    Share,
-    Verdict,
-    at_most,
-    parts_of,
-)
-from stepscope.analysis.waterfall import Cause, Waterfall, waterfall
+from stepscope.analysis.verdict import BreakdownPart, Estimate, Limit, Share, Verdict, at_most
+from stepscope.analysis.waterfall import model_waterfall
 from stepscope.model.config import ModelConfig, Precision, precision
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
@@ -41,19 +18,7 @@ from stepscope.studies.training.shape import FIELDS
 from stepscope.studies.training.workload import Workload
 from stepscope.studies.views.waterfall import waterfall_step
 
-_LABELS: dict[Cause, str] = {
-    "matmuls below the ceiling": SLOW_MATMULS,
-    "memory-bound operations": MEMORY,
-    "casts and copies": COPIES,
-    "launch gaps": IDLE,
-    "optimizer": OPTIMIZER,
-    "recomputation": RECOMPUTATION,
-    "communication": COMMUNICATION,
-    "unattributed": UNATTRIBUTED,
-}
 _RATES = ("float32", "tf32", "float16", "bfloat16")
-_FASTER_FROM = 0.01
-"""Share of the step from which on parts that are faster than the limit make it doubtful."""
 
 
 def step_verdict(record: Record, workload: Workload, summary: Summary | None) -> Verdict | None:
@@ -62,13 +27,13 @@ def step_verdict(record: Record, workload: Workload, summary: Summary | None) ->
     if series is None or not series.values:
         return None
     times, trust = summarize(series.values), trust_of(record)
-    limited = _limited(record, workload, summary, times.median)
+    limit, parts = _limited(record, workload, summary, times.median)
     return Verdict(
         subject=f"{workload.name}, {workload.mode}",
         device=record.environment.device_name,
         step=Estimate(value=times.median, low=times.low, high=times.high),
-        parts=limited[1] if limited else (),
-        limit=limited[0] if limited else None,
+        parts=parts,
+        limit=limit,
         mfu=mfu(record),
         dtype=workload.dtype,
         judged=False,
@@ -150,35 +115,12 @@ def _limit(bound: _Bound, workload: Workload) -> Limit:
 
 def _limited(
     record: Record, workload: Workload, summary: Summary | None, step_ms: float
-) -> tuple[Limit, tuple[BreakdownPart, ...]] | None:
+) -> tuple[Limit | None, tuple[BreakdownPart, ...]]:
     """The limit, and the parts of the step above it."""
     bound = _bound(record, workload)
-    if bound is None:
-        return None
-    limit = _limit(bound, workload)
-    if summary is None:
-        return limit, ()
+    if bound is None or summary is None:
+        return (None if bound is None else _limit(bound, workload)), ()
     step = waterfall_step(workload, bound.model, bound.precision)
     timed = median_ms(record, "replay") or step_ms
-    water = waterfall(summary, step, bound.rates, timed)
-    spent: defaultdict[str, float] = defaultdict(float)
-    capped = _capped(limit, water)
-    spent[IDEAL] = capped.ms
-    for cause, ms in water.parts.items():
-        spent[_LABELS[cause]] += max(0.0, ms)
-    return capped, parts_of(spent, part_names(on_gpu=summary.on_device))
-
-
-def _capped(limit: Limit, water: Waterfall) -> Limit:
-    """The limit with the times of the parts that are faster than it: what a step has done, the
-    hardware can do."""
-    if water.faster_ms <= 0:
-        return limit
-    update = min(limit.update_ms, max(0.0, limit.update_ms + water.parts["optimizer"]))
-    shows = water.faster_ms >= _FASTER_FROM * water.measured_ms
-    return msgspec.structs.replace(
-        limit,
-        matmul_ms=water.ideal_ms - water.faster_ms - update,
-        update_ms=update,
-        doubt=limit.doubt or (FASTER if shows else ""),
-    )
+    water = model_waterfall(summary, step, bound.rates, timed)
+    return water.breakdown(_limit(bound, workload), part_names(on_gpu=summary.on_device))

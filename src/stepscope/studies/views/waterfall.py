@@ -9,10 +9,22 @@ from typing import NamedTuple
 from stepscope.analysis.conclusions import Conclusion, conclude, joined
 from stepscope.analysis.effects import Effect, part
 from stepscope.analysis.limits import rates_doubt, step_rates
+from stepscope.analysis.parts import (
+    COMMUNICATION,
+    COPIES,
+    IDLE,
+    MEMORY,
+    OPTIMIZER,
+    RECOMPUTATION,
+    SLOW_MATMULS,
+    UNATTRIBUTED,
+    part_names,
+)
 from stepscope.analysis.power import Capped, power_capped
+from stepscope.analysis.predict.plan import WITHIN_BACKWARD
 from stepscope.analysis.trace.summary import Summary
-from stepscope.analysis.verdict import Share, at_most
-from stepscope.analysis.waterfall import CAUSES, Cause, Step, Waterfall, waterfall
+from stepscope.analysis.verdict import MEANINGS, Share, at_most
+from stepscope.analysis.waterfall import CAUSES, IDLE_BY, Step, Waterfall, model_waterfall
 from stepscope.model.config import ModelConfig, Precision, precision
 from stepscope.records.schema import Record
 from stepscope.records.stats import Summary as Stats
@@ -20,26 +32,16 @@ from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Cell, Column, Finding, Table, Timeline
 from stepscope.report.format import duration, number, percent
 from stepscope.report.tables import Declared, col, cols, keep_columns, table
-from stepscope.studies.training.flags import WITHIN_BACKWARD
 from stepscope.studies.training.workload import Workload
 from stepscope.studies.views.energy import capped_finding
 from stepscope.studies.views.figures import bar
 
-_SHORT_NAMES = {"memory-bound operations": "memory-bound", "matmuls below the ceiling": "matmuls"}
-_COLUMNS: dict[str, Cause] = {_SHORT_NAMES.get(cause, cause): cause for cause in CAUSES}
+_SHORT_NAMES = {MEMORY: "memory-bound", SLOW_MATMULS: "matmuls", IDLE: "idle"}
+_COLUMNS = {_SHORT_NAMES.get(cause, cause): cause for cause in CAUSES}
 """Causes by the title of their column."""
-_FASTER_FROM = 0.01
+_SHOWN_FROM = 0.001
+"""Share of the step from which on a part is shown."""
 _SCALED_FROM = 1.05
-_TOO_LOW = (
-    "Some parts are faster than their ideal, by {}: the rates were measured too low, perhaps on a"
-    " busy machine, so the ideal and the parts beyond it exceed the step."
-)
-_KINDS = {
-    "matmul": "matmuls",
-    "attention": "attention",
-    "memory": "other operations",
-    "optimizer": "AdamW",
-}
 
 _STEP: list[Declared] = [
     col("step", lambda traced: traced.workload.name),
@@ -79,7 +81,7 @@ def step_waterfall(record: Record, workload: Workload, summary: Summary) -> Step
     step = waterfall_step(workload, model, policy)
     series = record.find("replay") or record.find("step")
     timed = summarize(series.values) if series is not None and series.values else None
-    water = waterfall(summary, step, rates, timed.median if timed else None)
+    water = model_waterfall(summary, step, rates, timed.median if timed else None)
     capped, doubt = power_capped(record), rates_doubt(record, policy.compute, fp8=policy.fp8)
     return StepWaterfall(workload, water, summary.on_device, capped, record.id, timed, doubt)
 
@@ -104,7 +106,6 @@ def waterfall_blocks(waterfalls: Sequence[StepWaterfall], name: str) -> tuple[Bl
             for index, traced in enumerate(shown, start=1)
         ),
         _times_table(waterfalls, name),
-        _shares_table(waterfalls, name),
     )
 
 
@@ -125,65 +126,42 @@ def _task(w: Workload) -> tuple[object, ...]:
 
 
 def waterfall_figure(traced: StepWaterfall, name: str) -> Timeline:
-    """Bars in which each cause begins where the previous one ended."""
-    water, total = traced.water, traced.water.measured_ms
-    lanes, at = [], 0.0
-    for kind, ms in water.ideal.items():
-        if ms > 0:
-            lanes.append(bar(f"ideal: {_KINDS[kind]}", at, ms, total, "ideal"))
-            at += ms
-    for cause in CAUSES:
-        ms = water.parts[cause]
-        if abs(ms) >= 0.001 * total:
-            group = "faster than ideal" if ms < 0 else _group(cause)
-            lanes.append(bar(cause, min(at, at + ms), abs(ms), total, group))
+    return figure(
+        traced.water,
+        name,
+        f"From the ideal to the measured step: {traced.workload.name}",
+        "A waterfall: each bar starts where the previous one ends. Ideal: for each operation the"
+        " longer of its FLOPs at the measured matmul rate and its minimum bytes at the measured"
+        " bandwidth. The rest is the time beyond, by part; the parts add up to the measured time.",
+    )
+
+
+def figure(water: Waterfall, name: str, title: str, caption: str) -> Timeline:
+    """Bars in which each part begins where the previous one ended."""
+    total, at = water.measured_ms, 0.0
+    lanes = []
+    ideal = {f"ideal: {label}": ms for label, ms in water.ideal.items()}
+    for label, ms in (ideal | water.beyond).items():
+        if ms >= _SHOWN_FROM * total:
+            lanes.append(bar(label, at, ms, total, "ideal" if label in ideal else _meaning(label)))
         at += ms
     lanes.append(bar("measured", 0.0, total, total, "measured"))
-    return Timeline(
-        name=name,
-        title=f"From the ideal to the measured step: {traced.workload.name}",
-        lanes=tuple(lanes),
-        x_label="ms",
-        caption="A waterfall: each bar starts where the previous one ends. Ideal: for each"
-        " operation the longer of its FLOPs at the measured matmul rate and its minimum bytes at"
-        " the measured bandwidth. The rest is the time beyond, by cause; the parts add up to the"
-        " measured time.",
-    )
+    return Timeline(name=name, title=title, lanes=tuple(lanes), x_label="ms", caption=caption)
 
 
-def _group(cause: Cause) -> str:
-    if cause == "unattributed":
-        return "unattributed"
-    if cause == "communication":
-        return "communication"
-    return "idle" if cause == "launch gaps" else "lost"
-
-
-def _shares_table(waterfalls: Sequence[StepWaterfall], name: str) -> Table:
-    def share(traced: StepWaterfall, title: str) -> float:
-        return traced.water.parts[_COLUMNS[title]] / traced.water.measured_ms
-
-    full_table = table(
-        f"{name}-waterfall-shares",
-        "The same as shares of the measured time",
-        waterfalls,
-        [
-            *_STEP,
-            col("ideal", _ideal_share, "percent"),
-            *cols(_COLUMNS, share, "percent"),
-        ],
-    )
-    return keep_columns(full_table, _is_informative)
+def _meaning(part: str) -> str:
+    """Meaning of a part beyond the ideal; it determines the color."""
+    return "idle" if part.startswith(IDLE_BY) else MEANINGS.get(part, "lost")
 
 
 def _times_table(waterfalls: Sequence[StepWaterfall], name: str) -> Table:
-    def largest(traced: StepWaterfall) -> Cause | None:
+    def largest(traced: StepWaterfall) -> str | None:
         part = traced.water.largest()
-        return part[0] if part else None
+        return _named(part[0], traced) if part else None
 
     def recovers(traced: StepWaterfall) -> str | None:
-        cause = largest(traced)
-        return remedy(cause, traced) if cause else None
+        part = traced.water.largest()
+        return remedy(part[0], traced) if part else None
 
     full_table = table(
         f"{name}-waterfall-table",
@@ -198,8 +176,7 @@ def _times_table(waterfalls: Sequence[StepWaterfall], name: str) -> Table:
             col("largest", largest),
             col("what recovers it", recovers),
         ],
-        caption="Milliseconds of each part beyond its ideal time; below zero, a part is faster than"
-        " its ideal, which happens if a measured ceiling is too low.",
+        caption="Milliseconds of each part beyond its ideal time.",
     )
     return keep_columns(full_table, _is_informative)
 
@@ -224,10 +201,9 @@ def _is_informative(column: Column, cells: tuple[Cell, ...]) -> bool:
 def _finding(traced: StepWaterfall) -> Finding:
     water = traced.water
     largest = water.largest()
-    lost = water.parts["unattributed"]
-    faster = water.faster_ms > _FASTER_FROM * water.measured_ms
+    lost = water.parts[UNATTRIBUTED]
     scaled = water.traced_over_timed > _SCALED_FROM
-    doubt = abs(lost) > 0.05 * water.measured_ms
+    doubt = lost > 0.05 * water.measured_ms
     return Finding(
         code="waterfall.ideal",
         values={
@@ -244,37 +220,36 @@ def _finding(traced: StepWaterfall) -> Finding:
         text=f"{traced.workload.name}: the ideal time of its operations is"
         f" {duration(_ideal_ms(traced))}, {percent(_ideal_share(traced))} of the"
         f" {duration(water.measured_ms)} that it takes."
-        f"{''.join(_caveats(traced, faster=faster, scaled=scaled, doubt=doubt))}",
-        conclusion=joined(*_conclusions(traced, faster=faster)),
-        tone="warn" if doubt or faster or scaled else "info",
+        f"{''.join(_caveats(traced, scaled=scaled, doubt=doubt))}",
+        conclusion=joined(*_conclusions(traced)),
+        tone="warn" if doubt or water.faster or scaled else "info",
     )
 
 
-def _conclusions(traced: StepWaterfall, *, faster: bool) -> Iterator[Conclusion]:
+def _conclusions(traced: StepWaterfall) -> Iterator[Conclusion]:
     water = traced.water
     if largest := water.largest():
         cause, ms = largest
         yield conclude(
-            f"The largest recoverable part is {cause}: {duration(ms)},"
+            f"The largest recoverable part is {_named(cause, traced)}: {duration(ms)},"
             f" {percent(ms / water.measured_ms)}. What recovers it: {remedy(cause, traced)}.",
             traced.shown(ms),
         )
-    if faster and not _exceeds(water):
-        yield conclude(_TOO_LOW.format(duration(water.faster_ms)), traced.shown(water.faster_ms))
+    if water.faster:
+        yield conclude(
+            f"Some work is faster than its ideal, by {duration(water.faster_ms)}: the rates were"
+            " measured too low, perhaps on a busy machine, and its own time is used as the ideal.",
+            traced.shown(water.faster_ms),
+        )
 
 
-def _exceeds(water: Waterfall) -> bool:
-    """Return whether the times of the sentence together exceed the step, which needs the reason
-    however small the difference is."""
-    _, largest_ms = water.largest() or ("", 0.0)
-    return water.ideal_ms + largest_ms > water.measured_ms
+def _named(cause: str, traced: StepWaterfall) -> str:
+    return part_names(on_gpu=traced.on_device).get(cause, cause)
 
 
-def _caveats(traced: StepWaterfall, *, faster: bool, scaled: bool, doubt: bool) -> Iterator[str]:
+def _caveats(traced: StepWaterfall, *, scaled: bool, doubt: bool) -> Iterator[str]:
     water = traced.water
-    if faster and _exceeds(water):
-        yield f" {_TOO_LOW.format(duration(water.faster_ms))}"
-    if traced.doubt and not faster:
+    if traced.doubt and not water.faster:
         yield f" The ideal is an upper bound: {traced.doubt}."
     if scaled:
         yield (
@@ -282,16 +257,16 @@ def _caveats(traced: StepWaterfall, *, faster: bool, scaled: bool, doubt: bool) 
             " step did without the profiler and are scaled to it: read the parts with care."
         )
     if doubt:
-        lost = abs(water.parts["unattributed"])
+        lost = water.parts[UNATTRIBUTED]
         yield f" {duration(lost)} are unattributed: read the parts with care."
 
 
-def remedy(cause: Cause, traced: StepWaterfall) -> str:
+def remedy(cause: str, traced: StepWaterfall) -> str:
     """The change that removes that part, among those that this step does not use yet."""
     w, policy = traced.workload, precision(traced.workload.dtype)
     plain = w.compile == "no" and not w.fused
     passes = f"{'fused kernels or ' * traced.on_device}torch.compile"
-    if cause == "matmuls below the ceiling":
+    if cause == SLOW_MATMULS:
         if policy.compute == "float32" and traced.on_device:
             return "a lower-precision dtype: tf32, or bfloat16 autocast"
         lost = traced.water.attention_lost_ms
@@ -310,7 +285,7 @@ def remedy(cause: Cause, traced: StepWaterfall) -> str:
             ),
         ]
         return ", ".join(["larger GEMMs: more tokens in a step", *others])
-    if cause == "memory-bound operations":
+    if cause == MEMORY:
         model = w.model()
         scores = model.n_layers * model.n_heads * w.context if w.attention == "reference" else 0
         logits = model.vocab if w.loss == "plain" and w.mode != "forward" else 0
@@ -325,15 +300,15 @@ def remedy(cause: Cause, traced: StepWaterfall) -> str:
         if policy.autocast and not policy.narrow_stream:
             return "a residual stream in bfloat16: half of the bytes of the norms"
         return "fewer or narrower activations"
-    if cause == "casts and copies":
+    if cause == COPIES:
         if policy.autocast:
             return "bfloat16 weights with float32 master weights: nothing is cast in the step"
         return "layouts that the next operation reads without a copy"
-    if cause == "launch gaps":
+    if cause == IDLE:
         if w.graph or not traced.on_device:
             return "a larger batch"
         return "fewer launches: a CUDA graph of the step, torch.compile, a larger batch"
-    if cause == "optimizer":
+    if cause == OPTIMIZER:
         in_one_pass = w.optimizer in ("torch-fused", "stepscope-fused")
         if w.optimizer in WITHIN_BACKWARD or (in_one_pass and not traced.on_device):
             return "a larger batch: the time of an update does not grow with it"
@@ -341,7 +316,7 @@ def remedy(cause: Cause, traced: StepWaterfall) -> str:
             return "optimizer-in-backward: stepscope-in-backward"
         return f"AdamW in one pass: {'stepscope-fused or ' * traced.on_device}torch-fused"
     return {
-        "recomputation": "checkpointing fewer blocks, as far as memory allows",
-        "communication": "communication overlapped with the backward pass, in larger buckets",
-        "unattributed": "",
+        RECOMPUTATION: "checkpointing fewer blocks, as far as memory allows",
+        COMMUNICATION: "communication overlapped with the backward pass, in larger buckets",
+        UNATTRIBUTED: "",
     }[cause]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from stepscope.errors import UsageError
 from stepscope.studies.flag_checks import check_each
-from stepscope.studies.training.workload import Workload, WorkloadFlags
+from stepscope.studies.training.flags import WorkloadFlags
+from stepscope.studies.training.workload import Workload
 
 
 class WarmupFlags(WorkloadFlags, frozen=True, kw_only=True):
