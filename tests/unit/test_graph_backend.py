@@ -400,16 +400,16 @@ def test_an_opaque_mask_and_dropout_stay() -> None:
     class Opaque(Model):
         def __init__(self) -> None:
             def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                mask = self.padding[:, None, None, : q.shape[-2]]
+                mask = self.shown[:, None, : q.shape[-2], : q.shape[-2]]
                 return functional.scaled_dot_product_attention(q, k, v, mask)
 
             super().__init__(attend)
-            self.register_buffer("padding", torch.rand(2, 32) > 0.2)
+            self.register_buffer("shown", torch.rand(2, 32, 32) > 0.2)
 
     model = Opaque()
     compiled(model)(ids_of(9))
     reasons = {x.reason for x in graph_reports()[-1].left}
-    assert reasons == {"its mask does not follow from positions"}
+    assert reasons == {"its mask does not follow from positions and padding"}
 
 
 def test_no_grad_inside_of_a_block() -> None:

@@ -1,9 +1,9 @@
 """Attention of any spelling becomes the fastest implementation for its shape.
 
 `scaled_dot_product_attention` and softmax(q kᵀ) v are matched by their operators. A mask that
-follows from positions becomes a causal flag, or intervals of visible keys that are computed once
-for all layers; an opaque mask stays. Keys that are repeated for grouped queries are read as they
-are.
+follows from positions and from padding becomes a causal flag, or intervals of visible keys that are
+computed once for all layers; an opaque mask stays. Keys that are repeated for grouped queries are
+read as they are.
 """
 
 from __future__ import annotations
@@ -20,6 +20,14 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepscope.acceleration.attention.einsum import matmul_orders
+from stepscope.acceleration.passes.conditions import ConditionTensors
+from stepscope.acceleration.passes.formulas import ALWAYS
+from stepscope.acceleration.passes.intervals import (
+    intervals_of_rules,
+    item,
+    rows_in_order,
+    without_hidden_keys,
+)
 from stepscope.acceleration.passes.masks import MaskRules, rules_of_mask
 from stepscope.acceleration.passes.matching import (
     CASTS,
@@ -41,8 +49,6 @@ from stepscope.acceleration.passes.positions import HIDDEN
 from stepscope.attention.call import AttentionCall
 from stepscope.attention.inputs import as_autocast_would, with_positive_scale
 from stepscope.attention.ops import TRITON, flash_forward
-from stepscope.attention.rules import ScoreRules
-from stepscope.attention.visibility import Lengths, key_intervals, query_intervals
 
 aten = torch.ops.aten
 NAME = "attention"
@@ -76,7 +82,7 @@ class _Call:
 def fuse_attention(graph: Graph, *, kernels: bool | None = None) -> list[Outcome]:
     """Replace each attention that an implementation of ours, or another call of torch's, computes
     faster. `kernels` overrides the decision whether our kernels may be used."""
-    intervals: dict[tuple[object, ...], tuple[Node, Node]] = {}
+    intervals: dict[tuple[object, ...], _Intervals] = {}
     outcomes: list[Outcome] = []
     for node in calls_of(graph, *_SOFTMAX, aten.div.Tensor):
         call = _naive(graph, node)
@@ -100,13 +106,21 @@ def _from_sdpa(node: Node) -> _Call | str | None:
     q, k, v = node.args[:3]
     rules = MaskRules(is_causal=bool(argument(node, 5, "is_causal", False)))
     if mask is not None:
-        found = rules_of_mask(mask) if _lengths_equal(q, k) else None
+        found = _rules(mask, q, k)
         if found is None:
-            return "its mask does not follow from positions"
+            return "its mask does not follow from positions and padding"
         rules = found
     if any(value_of(x).dim() != 4 for x in (q, k, v)):
         return None
     return _Call(q, k, v, node, rules, mask, argument(node, 6, "scale"))
+
+
+def _rules(mask: Node, q: Any, k: Any, hidden: float = -math.inf) -> MaskRules | None:
+    """Return the rules of a mask of queries and keys (batch, heads, seq, d)."""
+    rules = rules_of_mask(mask, hidden)
+    if rules is None or (not _lengths_equal(q, k) and (rules.has_positions or rules.prefix)):
+        return None
+    return rules
 
 
 def _lengths_equal(q: Any, k: Any) -> bool:
@@ -116,7 +130,7 @@ def _lengths_equal(q: Any, k: Any) -> bool:
 def _rewrite(
     graph: Graph,
     call: _Call,
-    intervals: dict[tuple[object, ...], tuple[Node, Node]],
+    intervals: dict[tuple[object, ...], _Intervals],
     kernels: bool | None,
 ) -> Outcome:
     length, rules = value_of(call.q).shape[-2], call.rules
@@ -129,23 +143,34 @@ def _rewrite(
     k, v = (_ungrouped(x) if by_kernels else x for x in (call.k, call.v))
     if value_of(k).shape[-3] != value_of(v).shape[-3]:
         k, v = call.k, call.v
+    words = _words(call, rules, value_of(k).shape[-3])
     with graph.inserting_before(call.out):
         if needs_kernel:
-            of_keys, of_queries = None, None
+            which = _Intervals()
             if rules.needs_intervals:
-                of_keys, of_queries = _intervals(graph, call, rules, intervals)
+                which = _intervals(graph, call, rules, intervals)
+            if which.order is not None:
+                k, v = (
+                    graph.call_function(rows_in_order, (x, which.order, which.inverse))
+                    for x in (k, v)
+                )
             new = graph.call_function(
                 attention_in_intervals,
-                (call.q, k, v, of_keys, of_queries, rules.is_causal, call.scale, call.softcap),
-            )
+                (call.q, k, v, which.keys, which.queries, rules.is_causal, call.scale,
+                 call.softcap),
+            )  # fmt: skip
         else:
             new = graph.call_function(torch_attention, (call.q, k, v, rules.is_causal, call.scale))
+        if rules.queries != ALWAYS:
+            assert call.mask is not None
+            shown = ConditionTensors(call.mask, "q").condition(rules.queries)
+            new = graph.call_function(zeros_except, (new, shown))
         new.meta = {name: x for name, x in call.out.meta.items() if name != "val"}
         last = new if call.order is None else _permuted(graph, new, call.order)
         last.meta = dict(call.out.meta)
     call.out.replace_all_uses_with(last)
     graph.erase_node(call.out)
-    return Applied(NAME, _words(call, rules, value_of(k).shape[-3]), line_of(new))
+    return Applied(NAME, words, line_of(last))
 
 
 def _words(call: _Call, rules: MaskRules, key_heads: Any) -> str:
@@ -156,6 +181,10 @@ def _words(call: _Call, rules: MaskRules, key_heads: Any) -> str:
         words.append(f"window {rules.window}")
     if rules.documents is not None:
         words.append("documents")
+    if rules.prefix is not None:
+        words.append("prefix")
+    if rules.may_hide_all:
+        words.append("padding")
     if call.softcap is not None:
         words.append(f"soft cap {call.softcap:g}")
     if key_heads != value_of(call.q).shape[-3]:
@@ -172,40 +201,49 @@ def _kernels_support(call: _Call) -> bool:
     return TRITON.refuses(attention) is None
 
 
+@dataclass(frozen=True)
+class _Intervals:
+    """Nodes of the intervals of keys and of queries, and of the order of keys, if it changes."""
+
+    keys: Node | None = None
+    queries: Node | None = None
+    order: Node | None = None
+    inverse: Node | None = None
+
+
 def _intervals(
-    graph: Graph, call: _Call, rules: MaskRules, known: dict[tuple[object, ...], tuple[Node, Node]]
-) -> tuple[Node, Node]:
-    """Return the intervals of keys and of queries, computed where the mask was: once for all layers
-    that share it."""
-    key = (call.mask, rules)
+    graph: Graph, call: _Call, rules: MaskRules, known: dict[tuple[object, ...], _Intervals]
+) -> _Intervals:
+    """Return the intervals, computed where the mask was: once for all layers that share it."""
+    mask, of = call.mask, (call.q, call.k)
+    if mask is not None and _lengths_equal(*of) and value_of(mask).shape[-1] != 1:
+        of = (mask, None)
+    key = (mask, replace(rules, queries=ALWAYS), *of)
     if key not in known:
-        before = call.out if call.mask is None else call.mask
-        reference = call.q if call.mask is None else call.mask
-        with graph.inserting_before(before if call.mask is None else before.next):
-            pair = graph.call_function(
-                intervals_of_rules,
-                (reference, rules.is_causal, rules.window, rules.documents),
-                {"square": call.mask is not None},
-            )
-            known[key] = tuple(  # type: ignore[assignment]
-                graph.call_function(_item, (pair, at)) for at in range(2)
-            )
+        with graph.inserting_before(call.out if of[0] is not mask else mask.next):
+            known[key] = _computed(graph, mask, of, rules)
     return known[key]
 
 
-def _item(values: tuple[Tensor, ...], at: int) -> Tensor:
-    return values[at]
-
-
-def intervals_of_rules(
-    reference: Tensor, is_causal: bool, window: int | None, documents: Tensor | None, square: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the intervals of visible keys and of the queries that see a key. The length is that of
-    `reference`: a mask (…, seq, seq), or queries."""
-    length = reference.shape[-1 if square else -2]
-    lengths = Lengths(length, length, is_causal, None, reference.device)
-    rules = ScoreRules(window=window, documents=documents)
-    return key_intervals(rules, lengths), query_intervals(rules, lengths)
+def _computed(graph: Graph, mask: Node | None, of: tuple[Any, Any], rules: MaskRules) -> _Intervals:
+    prefix: Any = None
+    if rules.prefix is not None:
+        assert mask is not None
+        prefix = rules.prefix.constant
+        if not rules.prefix.is_constant:
+            prefix = ConditionTensors(mask, "k").integer(rules.prefix)
+            prefix = graph.call_function(aten.squeeze.dim, (prefix, 1))
+    found = graph.call_function(
+        intervals_of_rules, (*of, rules.is_causal, rules.window, rules.documents, prefix)
+    )
+    parts = [graph.call_function(item, (found, at)) for at in range(2)]
+    if rules.keys != ALWAYS:
+        assert mask is not None
+        shown = ConditionTensors(mask, "k").condition(rules.keys)
+        length = of[0] if of[1] is None else of[1]
+        found = graph.call_function(without_hidden_keys, (parts[0], shown, length, of[1] is None))
+        parts = [graph.call_function(item, (found, at)) for at in range(4)]
+    return _Intervals(*parts)
 
 
 def attention_in_intervals(
@@ -225,6 +263,11 @@ def attention_in_intervals(
         q, k, v, is_causal, factor, 0, of_keys, of_queries, None, None, None, softcap, None
     )[0]
     return out
+
+
+def zeros_except(out: Tensor, shown: Tensor) -> Tensor:
+    """Return the output (batch, heads, seq, d) with zeros where a query sees no key."""
+    return torch.where(shown[:, None, :, None], out, 0.0)
 
 
 def torch_attention(
@@ -280,7 +323,7 @@ def _naive(graph: Graph, node: Node) -> _Call | None:
     found = _scores(scores, node)
     if found is None:
         return None
-    product, scale, softcap, mask = found
+    product, scale, softcap, mask, hidden = found
     if writes_between(product, out):
         return None
     operands = _matmul_operands(graph, product)
@@ -291,15 +334,13 @@ def _naive(graph: Graph, node: Node) -> _Call | None:
     _, v, out_order = last
     if order is not None or any(value_of(x).dim() != 4 for x in (q, k_transposed, v)):
         return None
-    rules = MaskRules()
-    if mask is not None:
-        lengths = value_of(q).shape[-2] == value_of(k_transposed).shape[-1]
-        from_mask = rules_of_mask(mask) if lengths else None
-        if from_mask is None:
-            return None
-        rules = from_mask
     with graph.inserting_before(out):
         k = _transposed(graph, k_transposed)
+    rules: MaskRules | None = MaskRules()
+    if mask is not None:
+        rules = _rules(mask, q, k, hidden)
+        if rules is None:
+            return None
     return _Call(q, k, v, out, rules, mask, scale, softcap, out_order)
 
 
@@ -402,13 +443,14 @@ def _inactive(node: Node) -> bool:
     return calls(node, aten.dropout.default) and not (node.args[1] and node.args[2])
 
 
-def _scores(node: Any, user: Node) -> tuple[Node, float, float | None, Node | None] | None:
-    """Return q kᵀ, its factor, the soft cap and the mask that give these scores."""
-    scale, softcap, mask = 1.0, None, None
+def _scores(node: Any, user: Node) -> tuple[Node, float, float | None, Node | None, float] | None:
+    """Return q kᵀ, its factor, the soft cap, the mask that give these scores, and the score of a
+    key that the mask hides."""
+    scale, softcap, mask, hidden = 1.0, None, None, -math.inf
     readers = {user} | _readers_of_maximum(node, user)
     while isinstance(node, Node) and set(node.users) <= readers:
         if calls(node, aten.matmul.default, aten.einsum.default):
-            return node, scale, softcap, mask
+            return node, scale, softcap, mask, hidden
         readers = {node}
         if softcap is None and (capped := _capped(node)) is not None:
             if scale != 1.0:
@@ -422,7 +464,7 @@ def _scores(node: Any, user: Node) -> tuple[Node, float, float | None, Node | No
         elif calls(node, *COPIES) or (calls(node, *CASTS) and is_upcast(node)):
             node = node.args[0]
         elif mask is None and softcap is None and (masked := _masked(node)) is not None:
-            node, mask = masked
+            node, mask, hidden = masked
         else:
             return None
     return None
@@ -458,28 +500,30 @@ def _capped(node: Node) -> tuple[Any, float] | None:
     return tanh.args[0].args[0], outer
 
 
-def _masked(node: Node) -> tuple[Any, Node] | None:
-    """Return the scores before a mask, and the mask as a node that is True or 0 where a key is
-    visible."""
+def _masked(node: Node) -> tuple[Any, Node, float] | None:
+    """Return the scores before a mask, the mask as a node that is True or 0 where a key is visible,
+    and the score of the others, if the mask is boolean."""
     if calls(node, aten.add.Tensor) and len(node.args) == 2:
         left, right = node.args
-        return (left, right) if is_tensor(right) and is_tensor(left) else None  # type: ignore[return-value]
-    if calls(node, aten.masked_fill.Scalar) and _hides(node.args[2]):
-        return node.args[0], _negation(node, node.args[1])
+        if not (is_tensor(right) and is_tensor(left)):
+            return None
+        return left, right, -math.inf  # type: ignore[return-value]
+    if calls(node, aten.masked_fill.Scalar) and (hidden := _hidden(node.args[2])) is not None:
+        return node.args[0], _negation(node, node.args[1]), hidden
     if calls(node, aten.where.self, aten.where.ScalarOther):
-        condition, scores, hidden = node.args
-        if is_tensor(scores) and _hides(hidden):
-            return scores, condition  # type: ignore[return-value]
+        condition, scores, other = node.args
+        if is_tensor(scores) and (hidden := _hidden(other)) is not None:
+            return scores, condition, hidden  # type: ignore[return-value]
     return None
 
 
-def _hides(value: Any) -> bool:
-    """Return whether a score of that value has no weight next to others."""
+def _hidden(value: Any) -> float | None:
+    """Return a score that has no weight next to others."""
     if isinstance(value, Node):
         if not calls(value, aten.full.default, aten.scalar_tensor.default):
-            return False
+            return None
         value = value.args[-1] if calls(value, aten.full.default) else value.args[0]
-    return isinstance(value, int | float) and value <= HIDDEN
+    return float(value) if isinstance(value, int | float) and value <= HIDDEN else None
 
 
 def _negation(node: Node, mask: Any) -> Any:

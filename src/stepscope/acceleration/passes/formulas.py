@@ -168,6 +168,28 @@ def negated(condition: Condition) -> Condition:
     return Not(condition)
 
 
+def variables(formula: Linear | Condition) -> frozenset[str]:
+    """Return the names of the index variables that a formula depends on."""
+    match formula:
+        case Linear(terms):
+            found = [
+                frozenset([term]) if isinstance(term, str) else _of_load(term) for term, _ in terms
+            ]
+        case AtMostZero(value) | Zero(value):
+            found = [variables(value)]
+        case Flag(load):
+            found = [_of_load(load)]
+        case Not(of):
+            found = [variables(of)]
+        case Both(parts) | Either(parts):
+            found = [variables(part) for part in parts]
+    return frozenset().union(*found)
+
+
+def _of_load(load: Load) -> frozenset[str]:
+    return frozenset().union(*map(variables, load.index))
+
+
 def compared(name: str, left: Number, right: Number) -> Condition | None:
     """Return the condition of a comparison: "lt", "le", "gt", "ge", "eq" or "ne"."""
     if name in ("gt", "ge"):

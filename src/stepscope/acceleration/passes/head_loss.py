@@ -78,12 +78,14 @@ def _chain(loss: Node) -> list[Node] | str:
         if not only_use(node, user):
             return "its logits are used elsewhere"
         nodes.insert(0, node)
+        if node.op != "call_function":
+            return "its logits come from outside of the graph"
         if calls(node, aten.linear.default):
             return nodes
         if not calls(node, *CASTS, *COPIES) and not _is_view(node):
             return f"its logits are computed by {node.target}"
         user, node = node, node.args[0]
-    return "its logits come from outside of the graph"
+    return "its logits are not a tensor"
 
 
 def _unsupported(loss: Node, chain: list[Node]) -> str | None:

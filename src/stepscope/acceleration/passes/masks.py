@@ -1,28 +1,37 @@
-"""Masks that follow from positions, as rules of an attention: causal, window, documents."""
+"""Masks as rules of an attention: causal, window, documents, prefix, and keys that are hidden from
+all queries, such as padding."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
+from stepscope.acceleration.passes.conditions import can_be_computed
 from stepscope.acceleration.passes.formulas import (
     ALWAYS,
     AtMostZero,
     Both,
     Condition,
+    Either,
     Linear,
     Load,
     Zero,
+    both,
     integer,
     variable,
+    variables,
 )
-from stepscope.acceleration.passes.positions import condition_of, dtype_of
+from stepscope.acceleration.passes.positions import dtype_of, visibility_of
 
 aten = torch.ops.aten
 _DISTANCE = variable("q") - variable("k")
+
+
+_KEYS, _QUERIES = frozenset("bk"), frozenset("bq")
 
 
 @dataclass(frozen=True)
@@ -33,26 +42,66 @@ class MaskRules:
     window: int | None = None
     documents: Node | None = None
     """Integers (seq,) or (batch, seq) that never decrease."""
+    prefix: Linear | None = None
+    """Number of leading keys that every query sees despite the causal mask: a number, or an element
+    of a tensor for each b."""
+    keys: Condition = ALWAYS
+    """Keys that are visible to some query: a condition of b and k."""
+    queries: Condition = ALWAYS
+    """Queries that see keys at all: a condition of b and q."""
 
     @property
     def needs_intervals(self) -> bool:
         """True if a causal mask is not enough."""
-        return self.window is not None or self.documents is not None
+        return (
+            any(x is not None for x in (self.window, self.documents, self.prefix))
+            or self.keys != ALWAYS
+        )
+
+    @property
+    def has_positions(self) -> bool:
+        """True if visibility depends on the positions of a query and a key together."""
+        return self.is_causal or self.window is not None or self.documents is not None
+
+    @property
+    def may_hide_all(self) -> bool:
+        """True if there may be queries without a visible key."""
+        return self.keys != ALWAYS or self.queries != ALWAYS
 
 
-def rules_of_mask(mask: Node) -> MaskRules | None:
-    """Return the rules that hide the same keys as a mask over as many queries as keys, or None."""
-    condition = condition_of(mask)
-    return None if condition is None else rules_of(condition)
+def rules_of_mask(mask: Node, hidden: float = -math.inf) -> MaskRules | None:
+    """Return the rules that hide the same keys as a mask over as many queries as keys, or None.
+
+    `hidden` is the score of hidden keys for a boolean mask. If it is finite, a query without a
+    visible key sees all keys alike.
+    """
+    found = visibility_of(mask)
+    if found is None:
+        return None
+    condition, of_mask = found
+    rules = rules_of(condition)
+    if rules is None or not all(map(can_be_computed, (rules.keys, rules.queries))):
+        return None
+    if rules.may_hide_all and not math.isinf(hidden if of_mask is None else of_mask):
+        return None
+    return rules
 
 
 def rules_of(condition: Condition) -> MaskRules | None:
     """Return the rules under which a key is visible where the condition is true."""
     before: int | None = None
     after: int | None = None
-    documents = None
+    documents, prefix = None, None
+    keys, queries = ALWAYS, ALWAYS
     for part in condition.parts if isinstance(condition, Both) else (condition,):
+        depends_on = variables(part)
         if part == ALWAYS:
+            continue
+        if depends_on <= _KEYS:
+            keys = both(keys, part)
+            continue
+        if depends_on <= _QUERIES:
+            queries = both(queries, part)
             continue
         if isinstance(part, AtMostZero):
             back, ahead = part.value - _DISTANCE, part.value + _DISTANCE
@@ -66,14 +115,39 @@ def rules_of(condition: Condition) -> MaskRules | None:
             documents = _documents(part.value)
             if documents is not None:
                 continue
+        if isinstance(part, Either) and prefix is None:
+            prefix = _prefix(part)
+            if prefix is not None:
+                continue
         return None
     if (before is not None and before < 0) or (after is not None and after < 0):
         return None  # A query that does not see its own key.
-    if after == 0:
-        return MaskRules(True, None if before is None else before + 1, documents)
-    if before != after:
+    if prefix is not None:
+        if (before, after, documents) != (None, None, None):
+            return None
+        return MaskRules(True, prefix=prefix, keys=keys, queries=queries)
+    if after != 0 and before != after:
         return None
-    return MaskRules(False, None if before is None else before + 1, documents)
+    window = None if before is None else before + 1
+    return MaskRules(after == 0, window, documents, keys=keys, queries=queries)
+
+
+def _prefix(either: Either) -> Linear | None:
+    """Return the number of leading keys that are visible besides those up to the query."""
+    if len(either.parts) != 2 or (causal := AtMostZero(variable("k") - variable("q"))) not in (
+        either.parts
+    ):
+        return None
+    (other,) = either.parts - {causal}
+    if not isinstance(other, AtMostZero):
+        return None
+    number = variable("k") + integer(1) - other.value  # k + 1 - number <= 0
+    terms = [(term, factor) for term, factor in number.terms]
+    if not terms:
+        return number
+    ((term, factor), *more) = terms
+    single = isinstance(term, Load) and term.index == (variable("b"),)
+    return number if single and not more and (factor, number.constant) == (1, 0) else None
 
 
 def _smaller(known: int | None, bound: int) -> int:

@@ -39,6 +39,8 @@ aten = torch.ops.aten
 Index = tuple[Linear, ...]
 HIDDEN = -1e8
 """A score from which on a key has no weight next to one with a usual score."""
+_NARROW = (torch.uint8, torch.int8, torch.int16)
+"""Integers whose sums may wrap around."""
 _MAX_NODES = 400
 """Nodes visited for one mask: a mask from positions has a few dozen."""
 
@@ -47,10 +49,12 @@ class UnknownValueError(Exception):
     """A value does not follow from positions."""
 
 
-def condition_of(mask: Node) -> Condition | None:
-    """Return where a boolean mask is True, or where an additive mask is zero, as a formula of the
-    variables b, h, q and k, which index its last four dimensions; None if it does not follow from
-    positions alone."""
+def visibility_of(mask: Node) -> tuple[Condition, float | None] | None:
+    """Return where a mask shows keys, and the score that it adds elsewhere, None if it is boolean.
+
+    The condition is a formula of the variables b, h, q and k, which index the last four dimensions.
+    Nothing is returned if it is not known.
+    """
     names = ("b", "h", "q", "k")
     shape = shape_of(mask)
     if not 2 <= len(shape) <= 4:
@@ -65,15 +69,15 @@ def condition_of(mask: Node) -> Condition | None:
         return None
     if isinstance(value, Choice):
         return _zero_or_hidden(value)
-    return value if _is_condition(value) else None  # type: ignore[return-value]
+    return (value, None) if _is_condition(value) else None  # type: ignore[return-value]
 
 
-def _zero_or_hidden(value: Choice) -> Condition | None:
+def _zero_or_hidden(value: Choice) -> tuple[Condition, float] | None:
     """Return where an additive mask is 0, if it hides keys elsewhere."""
     if value.if_true == 0.0 and value.if_false <= HIDDEN:
-        return value.condition
+        return value.condition, value.if_false
     if value.if_false == 0.0 and value.if_true <= HIDDEN:
-        return negated(value.condition)
+        return negated(value.condition), value.if_true
     return None
 
 
@@ -218,6 +222,8 @@ def _cast(by: _Evaluation, node: Node, index: Index) -> Value:
         if nonzero is None:
             raise UnknownValueError
         return nonzero
+    if dtype_of(node) in _NARROW and isinstance(value, Linear) and not value.is_constant:
+        raise UnknownValueError
     return value
 
 
@@ -305,6 +311,8 @@ def _is_plain(value: Linear) -> bool:
 
 
 def _numbers(by: _Evaluation, node: Node, index: Index) -> list[Value]:
+    if dtype_of(node) in _NARROW:
+        raise UnknownValueError
     return [by.operand(x, node, index) for x in node.args[:2]]
 
 
