@@ -11,6 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from stepscope.acceleration import torch_internals
+from stepscope.acceleration.numbers import numbers_as_tensors
 from stepscope.acceleration.passes import attention, head_loss
 from stepscope.acceleration.passes.matching import Applied, Left, Outcome
 from stepscope.acceleration.regions import ONE_REGION, Regions, compile_regions
@@ -120,6 +121,8 @@ def _rewritten(
 ) -> tuple[torch_internals.Compiled, GraphReport]:
     fakes = torch_internals.fake_inputs(module, inputs)
     traced = torch_internals.retraced(module, fakes)
+    numbers_as_tensors(traced.graph)
+    compile_region = torch_internals.without_numbers(compile_region, fakes)
     outcomes = tuple(run_passes(traced, options.get("kernels"), _names(options)))
     if options.get("regions", True):
         compiled, regions = compile_regions(traced, fakes, compile_region)

@@ -110,9 +110,10 @@ def _from_sdpa(node: Node) -> _Call | str | None:
         if found is None:
             return "its mask does not follow from positions and padding"
         rules = found
-    if any(value_of(x).dim() != 4 for x in (q, k, v)):
+    scale = argument(node, 6, "scale")
+    if any(value_of(x).dim() != 4 for x in (q, k, v)) or isinstance(scale, Node):
         return None
-    return _Call(q, k, v, node, rules, mask, argument(node, 6, "scale"))
+    return _Call(q, k, v, node, rules, mask, scale)
 
 
 def _rules(mask: Node, q: Any, k: Any, hidden: float = -math.inf) -> MaskRules | None:
