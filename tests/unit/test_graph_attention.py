@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -205,3 +206,207 @@ def test_what_padding_rules_do_not_say_stays(attend: Attend) -> None:
 def test_padding_stays_without_kernels() -> None:
     report = compared(causal_and_padding, inputs(), padded(), kernels=False)
     assert [x.reason for x in report.left] == ["no kernel for its rules on this device"]
+
+
+# Spellings
+
+Spelling = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def softmaxed(q: Tensor, k: Tensor, factor: float = 0.3) -> Tensor:
+    scores = q @ k.mT * factor
+    return scores.masked_fill(distance() < 0, -torch.inf).softmax(-1)
+
+
+def added_batches(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As in `nn.MultiheadAttention`: one dimension for batch and heads."""
+    mask = torch.full((LENGTH, LENGTH), -torch.inf).triu_(1).expand(BATCH * HEADS, -1, -1)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    scores = torch.baddbmm(mask, q * 0.3, k.transpose(1, 2))
+    return torch.bmm(scores.softmax(-1), v).view(BATCH, HEADS, LENGTH, SIZE)
+
+
+def scaled_by_baddbmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    scores = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=0.3)
+    return torch.bmm(functional.softmax(scores, -1), v).view(BATCH, HEADS, LENGTH, SIZE)
+
+
+def one_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (softmaxed(q[:, 0], k[:, 0]) @ v[:, 0])[:, None].expand_as(q)
+
+
+def factors_on_both_sides(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = torch.triu(torch.full((LENGTH, LENGTH), -torch.inf), 1)
+    return ((q * SIZE**-0.25) @ (k * SIZE**-0.25).mT + mask).softmax(-1) @ v
+
+
+def tensors_as_numbers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT / torch.sqrt(torch.tensor(float(SIZE)))
+    return torch.where(distance() >= 0, scores, torch.tensor(-torch.inf)).softmax(-1) @ v
+
+
+def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT).div_(math.sqrt(SIZE))
+    scores.masked_fill_(distance() < 0, -1e9)
+    return scores.softmax(-1) @ v
+
+
+def in_float32(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    lowest = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min)
+    scores = torch.matmul(q, k.permute(0, 1, 3, 2)) * 0.3 + lowest.triu(1)
+    weights = functional.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return functional.dropout(weights, 0.0) @ v
+
+
+def elementary(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q / 3 @ k.mT).float().masked_fill(distance() < 0, -torch.inf)
+    weights = (scores - scores.max(-1, keepdim=True).values.detach()).exp()
+    return (weights / weights.sum(-1, keepdim=True)).to(v.dtype) @ v
+
+
+def heads_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.3
+    weights = scores.masked_fill(distance() < 0, -torch.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v).transpose(1, 2)
+
+
+def one_key_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("b h i d, b j d -> b h i j", q, k[:, 0]) * 0.3
+    return torch.einsum("...hij,...jd->...hid", scores.softmax(-1), v[:, 0])
+
+
+def groups_by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bgrqd,bgkd->bgrqk", q.unflatten(1, (1, HEADS)), k[:, :1])
+    weights = scores.masked_fill(distance() < 0, -torch.inf).softmax(-1)
+    return torch.einsum("bgrqk,bgkd->bqgrd", weights, v[:, :1]).flatten(2, 3).transpose(1, 2)
+
+
+def groups_by_broadcast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = softmaxed(q.unflatten(1, (1, HEADS)), k[:, None, :1])
+    return (weights @ v[:, None, :1]).flatten(1, 2)
+
+
+def groups_by_repetition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (x[:, :1].repeat_interleave(HEADS, 1) for x in (k, v))
+    return softmaxed(q, k) @ v
+
+
+def together(*spellings: Spelling) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Tensor:
+        return torch.stack([one(q, k, v) for one in spellings])
+
+    return attend
+
+
+NOTHING = torch.zeros(())
+
+
+def test_spellings_without_rules_become_torchs_attention() -> None:
+    spellings = {
+        added_batches: "naive, causal",
+        scaled_by_baddbmm: "naive",
+        one_head: "naive, causal",
+        factors_on_both_sides: "naive, causal",
+        tensors_as_numbers: "naive, causal",
+        in_place: "naive, causal",
+        in_float32: "naive, causal",
+        elementary: "naive, causal",
+        heads_last: "naive, causal",
+        one_key_head: "naive, grouped",
+        groups_by_einsum: "naive, causal, grouped",
+        groups_by_broadcast: "naive, causal, grouped",
+        groups_by_repetition: "naive, causal",
+    }
+    report = compared(together(*spellings), inputs(), NOTHING, kernels=False)
+    assert not report.left
+    assert sorted(words(report)) == sorted(spellings.values())
+
+
+def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    band = torch.ones(LENGTH, LENGTH).tril() * torch.ones(LENGTH, LENGTH).triu(-3)
+    return (q @ k.mT * 0.3).masked_fill(band == 0, -torch.inf).softmax(-1) @ v
+
+
+def prefix_lm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    shown = (distance() >= 0) | (torch.arange(LENGTH) < 4)
+    return (q @ k.mT * 0.3).masked_fill(~shown, -torch.inf).softmax(-1) @ v
+
+
+def soft_capped_documents(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    ids = (torch.arange(LENGTH) % 4 == 0).cumsum(0)
+    shown = (ids[:, None] == ids) & (distance() >= 0)
+    scores = 30 * torch.tanh(q @ k.mT * 0.3 / 30)
+    return scores.masked_fill(~shown, -torch.inf).softmax(-1) @ v
+
+
+def grouped_padding(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    token = (padded() != 0)[:, None, None, None, :].index_fill(0, torch.tensor(3), True)
+    q, k, v = q.unflatten(1, (1, HEADS)), k[:, None, :1], v[:, None, :1]
+    return ((q @ k.mT).masked_fill(~token, -torch.inf).softmax(-1) @ v).flatten(1, 2)
+
+
+def test_spellings_with_rules_run_in_the_kernels() -> None:
+    spellings = local, prefix_lm, soft_capped_documents, grouped_padding
+    report = compared(together(*spellings), inputs(), NOTHING)
+    assert words(report) == [
+        "naive, causal, window 4",
+        "naive, causal, prefix",
+        "naive, causal, documents, soft cap 30",
+        "naive, padding, grouped",
+    ]
+
+
+def relative_bias(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    table = torch.linspace(-1, 1, 11)
+    scores = q @ k.mT + table[distance().clamp(-5, 5) + 5]
+    return scores.masked_fill(distance() < 0, -torch.inf).softmax(-1) @ v
+
+
+def scale_of_each_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * torch.linspace(0.1, 0.5, HEADS)[:, None, None]).softmax(-1) @ v
+
+
+def changed_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    factor = torch.tensor(0.3)
+    factor.copy_(torch.tensor(0.7))
+    return (q @ k.mT * factor).softmax(-1) @ v
+
+
+def broadcast_batches(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k[:1].mT).softmax(-1) @ v[:1]
+
+
+def weights_read_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = softmaxed(q, k)
+    return weights @ v + weights.mean()
+
+
+def mask_of_each_group(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    shown = torch.stack([distance() >= 0, distance() >= -1])[:, None]
+    q, k, v = q.unflatten(1, (HEADS, 1)), k[:, :, None], v[:, :, None]
+    return ((q @ k.mT).masked_fill(~shown, -torch.inf).softmax(-1) @ v).flatten(1, 2)
+
+
+def test_other_forms_stay() -> None:
+    unknown = "its scores are computed in a form that is not known"
+    reasons = {
+        relative_bias: unknown,
+        scale_of_each_head: unknown,
+        changed_number: unknown,
+        broadcast_batches: "its batches are broadcast",
+        weights_read_twice: None,
+        mask_of_each_group: "its mask does not follow from positions and padding",
+    }
+    report = compared(together(*reasons), inputs(), NOTHING)
+    assert not report.applied
+    assert [x.reason for x in report.left] == [x for x in reasons.values() if x]
+
+
+def test_dropout_stays() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.dropout(softmaxed(q, k), 0.5) @ v
+
+    torch.compile(attend, backend=backend, options={"compiler": "aot_eager"})(*inputs())
+    assert [x.reason for x in graph_reports()[-1].left] == ["it has dropout"]

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from stepscope.acceleration import torch_internals
 from stepscope.acceleration.numbers import numbers_as_tensors
 from stepscope.acceleration.passes import attention, head_loss
+from stepscope.acceleration.passes.in_place import write_out_of_place
 from stepscope.acceleration.passes.matching import Applied, Left, Outcome
 from stepscope.acceleration.regions import ONE_REGION, Regions, compile_regions
 from stepscope.errors import UsageError, one_line
@@ -159,6 +160,7 @@ def run_passes(
 ) -> list[Outcome]:
     """Rewrite a retraced graph, and return what each pass did and did not replace."""
     outcomes: list[Outcome] = []
+    write_out_of_place(module.graph)
     if head_loss.NAME in names:
         outcomes += head_loss.fuse_head_and_loss(module.graph)
     if attention.NAME in names:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch.fx import Graph, Node
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stepscope.acceleration.attention.einsum import matmul_orders
 from stepscope.acceleration.passes.conditions import ConditionTensors
 from stepscope.acceleration.passes.formulas import ALWAYS
 from stepscope.acceleration.passes.intervals import (
@@ -41,11 +40,19 @@ from stepscope.acceleration.passes.matching import (
     is_tensor,
     is_upcast,
     line_of,
+    number_of,
     only_use,
     value_of,
     writes_between,
 )
 from stepscope.acceleration.passes.positions import HIDDEN
+from stepscope.acceleration.passes.products import (
+    PRODUCTS,
+    Layout,
+    mask_of_scores,
+    product_of,
+    transposed,
+)
 from stepscope.attention.call import AttentionCall
 from stepscope.attention.inputs import as_autocast_would, with_positive_scale
 from stepscope.attention.ops import TRITON, flash_forward
@@ -54,6 +61,10 @@ aten = torch.ops.aten
 NAME = "attention"
 _SDPA = aten.scaled_dot_product_attention.default
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
+_WHERE = (aten.where.self, aten.where.ScalarOther)
+_OPAQUE = "its mask does not follow from positions and padding"
+_MAX_OPERATORS = 12
+"""Operators between q kᵀ and its softmax."""
 _CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -75,8 +86,8 @@ class _Call:
     """The mask that the rules replace."""
     scale: float | None = None
     softcap: float | None = None
-    order: list[int] | None = None
-    """The order of the dimensions of (batch, heads, seq, d) in the output."""
+    layout: Layout = field(default_factory=Layout)
+    """That of the output."""
 
 
 def fuse_attention(graph: Graph, *, kernels: bool | None = None) -> list[Outcome]:
@@ -85,9 +96,11 @@ def fuse_attention(graph: Graph, *, kernels: bool | None = None) -> list[Outcome
     intervals: dict[tuple[object, ...], _Intervals] = {}
     outcomes: list[Outcome] = []
     for node in calls_of(graph, *_SOFTMAX, aten.div.Tensor):
-        call = _naive(graph, node)
-        if call is not None:
-            outcomes.append(_rewrite(graph, call, intervals, kernels))
+        found = _naive(graph, node)
+        if isinstance(found, str):
+            outcomes.append(Left(NAME, found, line_of(node)))
+        elif found is not None:
+            outcomes.append(_rewrite(graph, found, intervals, kernels))
     for node in calls_of(graph, _SDPA):
         found = _from_sdpa(node)
         if isinstance(found, str):
@@ -108,7 +121,7 @@ def _from_sdpa(node: Node) -> _Call | str | None:
     if mask is not None:
         found = _rules(mask, q, k)
         if found is None:
-            return "its mask does not follow from positions and padding"
+            return _OPAQUE
         rules = found
     scale = argument(node, 6, "scale")
     if any(value_of(x).dim() != 4 for x in (q, k, v)) or isinstance(scale, Node):
@@ -138,6 +151,9 @@ def _rewrite(
     if rules.window is not None and type(length) is int and rules.window >= length:
         rules = replace(rules, window=None)
     by_kernels = _kernels_support(call) if kernels is None else kernels
+    shapes = [value_of(x).shape for x in (call.q, call.k, call.v)]
+    if any(x[0] != shapes[0][0] or shapes[0][1] % x[1] for x in shapes):
+        return Left(NAME, "its batches are broadcast", line_of(call.out))
     needs_kernel = rules.needs_intervals or call.softcap is not None
     if needs_kernel and not by_kernels:
         return Left(NAME, "no kernel for its rules on this device", line_of(call.out))
@@ -167,7 +183,7 @@ def _rewrite(
             shown = ConditionTensors(call.mask, "q").condition(rules.queries)
             new = graph.call_function(zeros_except, (new, shown))
         new.meta = {name: x for name, x in call.out.meta.items() if name != "val"}
-        last = new if call.order is None else _permuted(graph, new, call.order)
+        last = call.layout.restore(graph, new)
         last.meta = dict(call.out.meta)
     call.out.replace_all_uses_with(last)
     graph.erase_node(call.out)
@@ -313,70 +329,45 @@ def _ungrouped(node: Any) -> Any:
     return source if tuple(value_of(source).shape) == (batch, heads, *rest) else node
 
 
-def _naive(graph: Graph, node: Node) -> _Call | None:
-    """Return the attention whose softmax is this node."""
+def _naive(graph: Graph, node: Node) -> _Call | str | None:
+    """Return the attention whose softmax is this node, why it stays as it is, or None."""
     scores = _softmax_input(node)
-    if scores is None:
+    if scores is None or not _is_of_product(scores):
         return None
     out = _weighted_sum(node)
-    if out is None:
-        return None
+    if not isinstance(out, Node):
+        return out
     found = _scores(scores, node)
     if found is None:
-        return None
+        return "its scores are computed in a form that is not known"
     product, scale, softcap, mask, hidden = found
     if writes_between(product, out):
-        return None
-    operands = _matmul_operands(graph, product)
-    last = _matmul_operands(graph, out)
-    if operands is None or last is None:
-        return None
-    q, k_transposed, order = operands
-    _, v, out_order = last
-    if order is not None or any(value_of(x).dim() != 4 for x in (q, k_transposed, v)):
-        return None
+        return "something is written in place within it"
+    first = product_of(graph, product, of_weights=False)
+    last = product_of(graph, out, of_weights=True)
+    if first is None or last is None or first.layout.order is not None:
+        return "its matmuls are not those of batches of heads"
+    q, v = first.left, last.right
     with graph.inserting_before(out):
-        k = _transposed(graph, k_transposed)
+        k = transposed(graph, first.right)
     rules: MaskRules | None = MaskRules()
     if mask is not None:
-        rules = _rules(mask, q, k, hidden)
+        mask = mask_of_scores(graph, mask, product)
+        rules = None if mask is None else _rules(mask, q, k, hidden)
         if rules is None:
-            return None
-    return _Call(q, k, v, out, rules, mask, scale, softcap, out_order)
+            return _OPAQUE
+    return _Call(q, k, v, out, rules, mask, scale, softcap, last.layout)
 
 
-def _transposed(graph: Graph, node: Any) -> Any:
-    """Return the last two dimensions exchanged."""
-    if calls(node, aten.transpose.int) and {d % 4 for d in node.args[1:]} == {2, 3}:
-        return node.args[0]
-    new = graph.call_function(aten.transpose.int, (node, -2, -1))
-    new.meta["val"] = value_of(node).transpose(-2, -1)
-    return new
-
-
-def _matmul_operands(graph: Graph, node: Node) -> tuple[Any, Any, list[int] | None] | None:
-    """Return the operands of a batched matmul, and the order of its dimensions in the output."""
-    if calls(node, aten.matmul.default):
-        return (*node.args[:2], None)  # type: ignore[return-value]
-    if not calls(node, aten.einsum.default) or len(node.args[1]) != 2:  # type: ignore[arg-type]
-        return None
-    pair = list(node.args[1])  # type: ignore[arg-type]
-    orders = matmul_orders(str(node.args[0]), *(value_of(x).dim() for x in pair))
-    if orders is None:
-        return None
-    with graph.inserting_before(node):
-        left, right = (
-            x if order is None else _permuted(graph, x, order)
-            for x, order in zip(pair, orders[:2], strict=True)
-        )
-    return left, right, orders.out
-
-
-def _permuted(graph: Graph, node: Any, order: list[int]) -> Node:
-    new = graph.call_function(aten.permute.default, (node, order))
-    if is_tensor(node):
-        new.meta["val"] = value_of(node).permute(order)
-    return new
+def _is_of_product(node: Any) -> bool:
+    """Return whether scores are computed from a batched matmul by a few operators."""
+    for _ in range(_MAX_OPERATORS):
+        if calls(node, *PRODUCTS, aten.baddbmm.default):
+            return True
+        if not isinstance(node, Node) or node.op != "call_function" or not node.args:
+            return False
+        node = node.args[1] if calls(node, *_WHERE) else node.args[0]
+    return False
 
 
 def _softmax_input(node: Node) -> Node | None:
@@ -421,14 +412,18 @@ def _is_last(dim: Any, node: Any) -> bool:
     return is_tensor(node) and dim in (-1, value_of(node).dim() - 1)
 
 
-def _weighted_sum(softmax: Node) -> Node | None:
-    """Return the matmul of the weights with the values."""
+def _weighted_sum(softmax: Node) -> Node | str | None:
+    """Return the matmul of the weights with the values, or why it stays as it is."""
     node = softmax
     while len(node.users) == 1:
         (user,) = node.users
-        if _reads_first(user, node) and calls(user, aten.matmul.default, aten.einsum.default):
+        if not _reads_first(user, node):
+            return None
+        if calls(user, *PRODUCTS):
             return user
-        if not _reads_first(user, node) or not (calls(user, *CASTS, *COPIES) or _inactive(user)):
+        if calls(user, aten.dropout.default) and not _inactive(user):
+            return "it has dropout"
+        if not (calls(user, *CASTS, *COPIES) or _inactive(user)):
             return None
         node = user
     return None
@@ -450,8 +445,16 @@ def _scores(node: Any, user: Node) -> tuple[Node, float, float | None, Node | No
     scale, softcap, mask, hidden = 1.0, None, None, -math.inf
     readers = {user} | _readers_of_maximum(node, user)
     while isinstance(node, Node) and set(node.users) <= readers:
-        if calls(node, aten.matmul.default, aten.einsum.default):
+        if calls(node, *PRODUCTS):
             return node, scale, softcap, mask, hidden
+        if calls(node, aten.baddbmm.default):
+            added, factor = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+            if not isinstance(factor, int | float) or factor <= 0 or added not in (0, 1):
+                return None
+            if added and (mask is not None or softcap is not None or scale != 1.0):
+                return None
+            bias: Any = node.args[0] if added else mask
+            return node, scale * factor, softcap, bias, hidden
         readers = {node}
         if softcap is None and (capped := _capped(node)) is not None:
             if scale != 1.0:
@@ -480,10 +483,9 @@ def _readers_of_maximum(scores: Any, user: Node) -> set[Node]:
 
 def _factor(node: Node) -> float | None:
     if calls(node, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
-        number = node.args[1]
-        if isinstance(number, int | float) and not isinstance(number, bool) and number:
-            multiplies = node.target in (aten.mul.Tensor, aten.mul.Scalar)
-            return float(number) if multiplies else 1.0 / number
+        number = number_of(node.args[1])
+        if number and len(node.args) == 2 and not node.kwargs:
+            return number if node.target in (aten.mul.Tensor, aten.mul.Scalar) else 1.0 / number
     return None
 
 
@@ -511,7 +513,7 @@ def _masked(node: Node) -> tuple[Any, Node, float] | None:
         return left, right, -math.inf  # type: ignore[return-value]
     if calls(node, aten.masked_fill.Scalar) and (hidden := _hidden(node.args[2])) is not None:
         return node.args[0], _negation(node, node.args[1]), hidden
-    if calls(node, aten.where.self, aten.where.ScalarOther):
+    if calls(node, *_WHERE):
         condition, scores, other = node.args
         if is_tensor(scores) and (hidden := _hidden(other)) is not None:
             return scores, condition, hidden  # type: ignore[return-value]
@@ -520,11 +522,10 @@ def _masked(node: Node) -> tuple[Any, Node, float] | None:
 
 def _hidden(value: Any) -> float | None:
     """Return a score that has no weight next to others."""
-    if isinstance(value, Node):
-        if not calls(value, aten.full.default, aten.scalar_tensor.default):
-            return None
-        value = value.args[-1] if calls(value, aten.full.default) else value.args[0]
-    return float(value) if isinstance(value, int | float) and value <= HIDDEN else None
+    if calls(value, aten.full.default):
+        value = value.args[-1]
+    number = number_of(value)
+    return number if number is not None and number <= HIDDEN else None
 
 
 def _negation(node: Node, mask: Any) -> Any:

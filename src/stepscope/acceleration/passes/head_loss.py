@@ -17,6 +17,7 @@ from stepscope.acceleration.passes.matching import (
     Applied,
     Left,
     Outcome,
+    added,
     argument,
     calls,
     calls_of,
@@ -181,10 +182,7 @@ def _on_rows(graph: Graph, node: Node, rows: Node) -> Node:
     if calls(node, *CASTS, *COPIES):
         return rows
     target, args, kwargs = _on_width(node, rows, value_of(rows).shape[-1])
-    new = graph.call_function(target, args, kwargs)
-    with fake_mode():
-        new.meta["val"] = _evaluated(target, args, kwargs)
-    return new
+    return added(graph, target, *args, **kwargs)
 
 
 def _on_width(node: Node, rows: Any, width: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

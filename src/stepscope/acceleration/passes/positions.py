@@ -33,7 +33,7 @@ from stepscope.acceleration.passes.formulas import (
     negated,
     variable,
 )
-from stepscope.acceleration.passes.matching import memory_of, written_memory
+from stepscope.acceleration.passes.matching import memory_of, number_of, written_memory
 
 aten = torch.ops.aten
 Index = tuple[Linear, ...]
@@ -110,6 +110,8 @@ class _Evaluation:
         self._visited += 1
         if self._visited > _MAX_NODES or memory_of(node)[-1] in self._written:
             raise UnknownValueError
+        if not shape_of(node) and (number := number_of(node)) is not None:
+            return _constant(number)
         rule = _RULES.get(node.target) if node.op == "call_function" else None
         if rule is not None:
             try:
@@ -336,6 +338,10 @@ def _mul(by: _Evaluation, node: Node, index: Index) -> Value:
         left, right = right, left
     if isinstance(left, Linear) and isinstance(right, Linear) and right.is_constant:
         return left.times(right.constant)
+    pair = [x for x in (left, right) if isinstance(x, Choice) and x.if_false == 0.0]
+    if len(pair) == 2 and all(math.isfinite(x.if_true) for x in pair):
+        condition = both(pair[0].condition, pair[1].condition)
+        return Choice(condition, pair[0].if_true * pair[1].if_true, 0.0)
     return _combined(left, right, lambda a, b: a * b)
 
 
