@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from stepscope.acceleration.backend import GraphReport, backend, graph_reports
+from stepscope.acceleration.backend import GraphReport, Graphs, backend, graph_reports
 from stepscope.errors import UsageError
 
 VOCAB, WIDTH, HEADS, KEY_HEADS, LAYERS = 48, 32, 4, 2, 2
@@ -120,8 +120,8 @@ def compiled(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 def compared(model: nn.Module, lengths: tuple[int, ...] = (9, 9), **options: Any) -> GraphReport:
     """Train on batches with both, compare losses and gradients, and return the first report."""
     original = copy.deepcopy(model)
-    before = len(graph_reports())
-    run = compiled(model, **options)
+    graphs = Graphs(compiler="aot_eager", **options)
+    run: Any = torch.compile(model, backend=graphs)
     for seed, length in enumerate(lengths):
         ids = ids_of(length, seed)
         losses = [run(ids), original(ids)]
@@ -137,7 +137,7 @@ def compared(model: nn.Module, lengths: tuple[int, ...] = (9, 9), **options: Any
                 torch.testing.assert_close(
                     found.grad, expected.grad, msg=name, atol=1e-5, rtol=1e-4
                 )
-    return graph_reports()[before]
+    return graphs.reports[0]
 
 
 @pytest.mark.parametrize("attend", [sdpa_mask, naive, einsums])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepscope.acceleration.backend import GraphReport, backend, graph_reports
+from stepscope.acceleration.backend import GraphReport, Graphs
 
 VOCAB, WIDTH = 24, 16
 
@@ -61,8 +61,8 @@ def schedule(change: Callable[[Tensor, float], Tensor], steps: int = 5) -> list[
     """Train steps with other numbers each, compared with the original."""
     model = Model(change)
     original = copy.deepcopy(model)
-    run: Any = torch.compile(model, backend=backend, options={"compiler": "aot_eager"})
-    before = len(graph_reports())
+    graphs = Graphs(compiler="aot_eager")
+    run: Any = torch.compile(model, backend=graphs)
     ids = torch.randint(VOCAB, (2, 7))
     for step in range(steps):
         losses = []
@@ -76,7 +76,7 @@ def schedule(change: Callable[[Tensor, float], Tensor], steps: int = 5) -> list[
         torch.testing.assert_close(losses[0], losses[1])
         for found, expected in zip(model.parameters(), original.parameters(), strict=True):
             torch.testing.assert_close(found.grad, expected.grad, atol=1e-6, rtol=1e-4)
-    return graph_reports()[before:]
+    return graphs.reports
 
 
 def scaled(x: Tensor, number: float) -> Tensor:
@@ -117,11 +117,12 @@ def test_dtypes_stay(dtype: torch.dtype) -> None:
     def run(x: Tensor, number: float) -> Tensor:
         return in_place_and_swapped(x.to(dtype), number)
 
-    compiled: Any = torch.compile(run, backend=backend, options={"compiler": "aot_eager"})
+    graphs = Graphs(compiler="aot_eager")
+    compiled: Any = torch.compile(run, backend=graphs)
     x = torch.randn(3, 4, requires_grad=True)
     for number in (1.0, 0.7, 1.9):
         found, expected = compiled(x, number), run(x, number)
         torch.testing.assert_close(found, expected)
         grads = [torch.autograd.grad(y.float().square().sum(), x) for y in (found, expected)]
         torch.testing.assert_close(*grads)
-    assert graph_reports()[-1].failure is None
+    assert [x.failure for x in graphs.reports] == [None, None]

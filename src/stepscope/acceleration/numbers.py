@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from stepscope.acceleration.passes.matching import calls, value_of, written_memory
+from stepscope.acceleration.passes.matching import added, calls, value_of, written_memory
 
 aten = torch.ops.aten
 _READS = (aten._local_scalar_dense.default, aten.item.default)
@@ -42,8 +42,8 @@ def numbers_as_tensors(graph: Graph) -> None:
             tensors[node] = tensor
         elif node.target in _OF_NUMBERS:
             with graph.inserting_before(node):
-                tensors[node] = graph.node_copy(node, lambda x: tensors.get(x, x))
-            tensors[node].meta["val"] = torch.empty((), dtype=torch.float64, device="meta")
+                given = [tensors[x] if isinstance(x, Node) else x for x in node.args]
+                tensors[node] = added(graph, node.target, *given)
         else:
             raise RuntimeError(f"a number that changes is computed by {node.target}")
     for user in {user: None for node in numbers for user in node.users}:
@@ -67,15 +67,14 @@ def _take_tensors(graph: Graph, user: Node, tensors: dict[Node, Node]) -> None:
     if given in tensors or not dtype.is_floating_point:
         raise RuntimeError(f"a number that changes is an argument of {user.target}")
     with graph.inserting_before(user):
-        wide = graph.call_function(
-            aten.to.dtype, (tensors[number], torch.promote_types(dtype, torch.float32))
+        wide = added(
+            graph, aten.to.dtype, tensors[number], torch.promote_types(dtype, torch.float32)
         )
         pair = (given, wide) if user.target not in _SWAPPED else (wide, given)
-        new = graph.call_function(_SWAPPED.get(user.target, user.target), pair)
-        new.meta = dict(user.meta)
-        last = new
-        if value_of(given).dim() == 0 and not user.target.__name__.partition(".")[0].endswith("_"):
-            last = graph.call_function(aten.to.dtype, (new, dtype))
-            last.meta = dict(user.meta)
-    user.replace_all_uses_with(last)
+        new = added(graph, _SWAPPED.get(user.target, user.target), *pair)
+        new.meta = user.meta | new.meta
+        if value_of(new).dtype != dtype:
+            new = added(graph, aten.to.dtype, new, dtype)
+            new.meta = user.meta | new.meta
+    user.replace_all_uses_with(new)
     graph.erase_node(user)
