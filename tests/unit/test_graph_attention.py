@@ -109,6 +109,20 @@ def tokens_alone(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v, shown)
 
 
+def filled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """A query without a visible key sees all keys alike, without a gradient of its scores."""
+    scores = (q @ k.mT).masked_fill(distance() < 0, -1e9).masked_fill(~visible(mask), -1e9)
+    return scores.softmax(-1) @ v
+
+
+def tokens_of_grouped_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    token = mask.bool()
+    shown = token[:, None, None, :, None] & token[:, None, None, None, :]
+    q, k, v = q.unflatten(1, (1, HEADS)), k[:, None, :1], v[:, None, :1]
+    scores = torch.where(shown, q @ k.mT, torch.finfo(torch.float32).min)
+    return (scores.softmax(-1) @ v).flatten(1, 2)
+
+
 def longer_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """A part of a mask of one sequence, which is for all."""
     token = torch.cat([mask, mask], -1)[0, 3 : 3 + LENGTH].bool()
@@ -125,6 +139,8 @@ def longer_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         (added, "SDPA, causal, padding"),
         (tokens_alone, "SDPA, causal, padding"),
         (longer_mask, "SDPA, causal, padding"),
+        (filled, "naive, causal, padding"),
+        (tokens_of_grouped_heads, "naive, padding, grouped"),
     ],
 )
 def test_padding_runs_in_the_kernels(attend: Attend, rules: str) -> None:
@@ -168,6 +184,16 @@ def test_layers_share_the_order_of_their_keys() -> None:
         return q
 
     assert words(compared(attend, inputs(), padded())) == ["SDPA, causal, padding"] * 2
+
+
+def test_a_mask_from_the_caller_that_is_of_keys_alone() -> None:
+    def attend(mask: Tensor, x: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, x, x, mask)
+
+    run = torch.compile(attend, backend=backend, options={"compiler": "aot_eager", "kernels": True})
+    x, mask = inputs()[0], visible(padded())
+    torch.testing.assert_close(run(mask, x), attend(mask, x))
+    assert words(graph_reports()[-1]) == ["SDPA, padding"]
 
 
 def test_padding_of_changing_lengths() -> None:

@@ -34,7 +34,9 @@ from stepscope.acceleration.passes.matching import (
     Applied,
     Left,
     Outcome,
+    after,
     argument,
+    beside,
     calls,
     calls_of,
     is_tensor,
@@ -88,6 +90,8 @@ class _Call:
     softcap: float | None = None
     layout: Layout = field(default_factory=Layout)
     """That of the output."""
+    hides_all: bool = True
+    """A query without a visible key has an output of zeros; else it is the mean of all values."""
 
 
 def fuse_attention(graph: Graph, *, kernels: bool | None = None) -> list[Outcome]:
@@ -129,9 +133,9 @@ def _from_sdpa(node: Node) -> _Call | str | None:
     return _Call(q, k, v, node, rules, mask, scale)
 
 
-def _rules(mask: Node, q: Any, k: Any, hidden: float = -math.inf) -> MaskRules | None:
+def _rules(mask: Node, q: Any, k: Any) -> MaskRules | None:
     """Return the rules of a mask of queries and keys (batch, heads, seq, d)."""
-    rules = rules_of_mask(mask, hidden)
+    rules = rules_of_mask(mask)
     if rules is None or (not _lengths_equal(q, k) and (rules.has_positions or rules.prefix)):
         return None
     return rules
@@ -162,8 +166,8 @@ def _rewrite(
         k, v = call.k, call.v
     words = _words(call, rules, value_of(k).shape[-3])
     with graph.inserting_before(call.out):
+        which = _Intervals()
         if needs_kernel:
-            which = _Intervals()
             if rules.needs_intervals:
                 which = _intervals(graph, call, rules, intervals)
             if which.order is not None:
@@ -178,10 +182,13 @@ def _rewrite(
             )  # fmt: skip
         else:
             new = graph.call_function(torch_attention, (call.q, k, v, rules.is_causal, call.scale))
-        if rules.queries != ALWAYS:
+        if rules.queries != ALWAYS or (rules.may_hide_all and not call.hides_all):
             assert call.mask is not None
-            shown = ConditionTensors(call.mask, "q").condition(rules.queries)
-            new = graph.call_function(zeros_except, (new, shown))
+            shown = None
+            if rules.queries != ALWAYS:
+                shown = ConditionTensors(call.mask, "q").condition(rules.queries)
+            values, moved = (None, None) if call.hides_all else (call.v, which.keys)
+            new = graph.call_function(with_hidden_rows, (new, shown, moved, values))
         new.meta = {name: x for name, x in call.out.meta.items() if name != "val"}
         last = call.layout.restore(graph, new)
         last.meta = dict(call.out.meta)
@@ -237,7 +244,7 @@ def _intervals(
         of = (mask, None)
     key = (mask, replace(rules, queries=ALWAYS), *of)
     if key not in known:
-        with graph.inserting_before(call.out if of[0] is not mask else mask.next):
+        with graph.inserting_before(call.out if of[0] is not mask else after(mask)):
             known[key] = _computed(graph, mask, of, rules)
     return known[key]
 
@@ -282,9 +289,20 @@ def attention_in_intervals(
     return out
 
 
-def zeros_except(out: Tensor, shown: Tensor) -> Tensor:
-    """Return the output (batch, heads, seq, d) with zeros where a query sees no key."""
-    return torch.where(shown[:, None, :, None], out, 0.0)
+def with_hidden_rows(
+    out: Tensor, shown: Tensor | None, of_keys: Tensor | None, values: Tensor | None
+) -> Tensor:
+    """Return the output (batch, heads, seq, d) with that of queries without a visible key, those
+    that are not `shown` or have no interval of keys: zeros, or the mean of values."""
+    if of_keys is not None:
+        seen = of_keys[:, 0] < of_keys[:, 1]
+        shown = seen if shown is None else seen & shown
+    assert shown is not None
+    if values is None:
+        return torch.where(shown[:, None, :, None], out, 0.0)
+    mean = values.mean(-2, keepdim=True, dtype=torch.promote_types(out.dtype, torch.float32))
+    mean = mean.to(out.dtype).repeat_interleave(out.shape[1] // mean.shape[1], 1)
+    return torch.where(shown[:, None, :, None], out, mean)
 
 
 def torch_attention(
@@ -353,10 +371,10 @@ def _naive(graph: Graph, node: Node) -> _Call | str | None:
     rules: MaskRules | None = MaskRules()
     if mask is not None:
         mask = mask_of_scores(graph, mask, product)
-        rules = None if mask is None else _rules(mask, q, k, hidden)
+        rules = None if mask is None else _rules(mask, q, k)
         if rules is None:
             return _OPAQUE
-    return _Call(q, k, v, out, rules, mask, scale, softcap, last.layout)
+    return _Call(q, k, v, out, rules, mask, scale, softcap, last.layout, math.isinf(hidden))
 
 
 def _is_of_product(node: Any) -> bool:
@@ -467,8 +485,14 @@ def _scores(node: Any, user: Node) -> tuple[Node, float, float | None, Node | No
             node = node.args[0]
         elif calls(node, *COPIES) or (calls(node, *CASTS) and is_upcast(node)):
             node = node.args[0]
-        elif mask is None and softcap is None and (masked := _masked(node)) is not None:
-            node, mask, hidden = masked
+        elif softcap is None and (masked := _masked(node)) is not None:
+            if mask is None:
+                node, mask, hidden = masked
+            elif mask.meta["val"].dtype == torch.bool and masked[2] == hidden and _is_boolean(node):
+                mask = beside(node.graph, aten.logical_and.default, masked[1], mask)
+                node = masked[0]
+            else:
+                return None
         else:
             return None
     return None
@@ -520,6 +544,11 @@ def _masked(node: Node) -> tuple[Any, Node, float] | None:
     return None
 
 
+def _is_boolean(masked: Node) -> bool:
+    """Return whether scores are masked by a boolean mask, not by adding one."""
+    return not calls(masked, aten.add.Tensor)
+
+
 def _hidden(value: Any) -> float | None:
     """Return a score that has no weight next to others."""
     if calls(value, aten.full.default):
@@ -531,7 +560,4 @@ def _hidden(value: Any) -> float | None:
 def _negation(node: Node, mask: Any) -> Any:
     if calls(mask, aten.logical_not.default, aten.bitwise_not.default):
         return mask.args[0]
-    with node.graph.inserting_before(node):
-        new = node.graph.call_function(aten.logical_not.default, (mask,))
-    new.meta["val"] = value_of(mask).logical_not()
-    return new
+    return beside(node.graph, aten.logical_not.default, mask)

@@ -69,22 +69,20 @@ class MaskRules:
         return self.keys != ALWAYS or self.queries != ALWAYS
 
 
-def rules_of_mask(mask: Node, hidden: float = -math.inf) -> MaskRules | None:
+def rules_of_mask(mask: Node) -> MaskRules | None:
     """Return the rules that hide the same keys as a mask over as many queries as keys, or None.
 
-    `hidden` is the score of hidden keys for a boolean mask. If it is finite, a query without a
-    visible key sees all keys alike.
+    Additive masks of finite numbers may hide no query's last key: it would see all of them, with a
+    gradient.
     """
     found = visibility_of(mask)
     if found is None:
         return None
-    condition, of_mask = found
+    condition, hidden = found
     rules = rules_of(condition)
     if rules is None or not all(map(can_be_computed, (rules.keys, rules.queries))):
         return None
-    if rules.may_hide_all and not math.isinf(hidden if of_mask is None else of_mask):
-        return None
-    return rules
+    return None if rules.may_hide_all and hidden not in (None, -math.inf) else rules
 
 
 def rules_of(condition: Condition) -> MaskRules | None:

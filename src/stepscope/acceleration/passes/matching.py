@@ -67,6 +67,23 @@ def added(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     return new
 
 
+def after(*nodes: Node) -> Node:
+    """Return the node before which to insert what is computed from these."""
+    node = max(nodes).next
+    while node.op == "placeholder":
+        node = node.next
+    return node
+
+
+def beside(graph: Graph, target: Any, *operands: Node) -> Node:
+    """Return a call that follows its operands, one for all that ask for it."""
+    for user in operands[0].users:
+        if calls(user, target) and user.args == operands:
+            return user
+    with graph.inserting_before(after(*operands)):
+        return added(graph, target, *operands)
+
+
 def number_of(node: Any) -> float | None:
     """Return a number, or that in a tensor without dimensions which the graph computes from
     constants alone."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from stepscope.acceleration.passes.matching import added, calls, value_of
+from stepscope.acceleration.passes.matching import added, after, calls, value_of
 
 aten = torch.ops.aten
 PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.einsum.default)
@@ -142,6 +142,6 @@ def mask_of_scores(graph: Graph, mask: Node, scores: Node) -> Node | None:
         return mask
     shape = value_of(mask).shape
     if len(shape) == 5 and shape[1] == shape[2] == 1:
-        with graph.inserting_before(mask.next):
+        with graph.inserting_before(after(mask)):
             return added(graph, aten.squeeze.dim, mask, 1)
     return mask if all(n == 1 for n in shape[:-2]) else None
