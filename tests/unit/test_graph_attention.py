@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def compared(
     """Compare outputs and gradients with those of the original, for each of the other inputs, and
     return what became of the graph."""
     torch._dynamo.reset()
-    run = torch.compile(
+    run: Any = torch.compile(
         attend, backend=backend, options={"compiler": "aot_eager", "kernels": kernels}
     )
     for other in others:
@@ -118,7 +119,7 @@ def filled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def tokens_of_grouped_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     token = mask.bool()
     shown = token[:, None, None, :, None] & token[:, None, None, None, :]
-    q, k, v = q.unflatten(1, (1, HEADS)), k[:, None, :1], v[:, None, :1]
+    q, k, v = torch.unflatten(q, 1, (1, HEADS)), k[:, None, :1], v[:, None, :1]
     scores = torch.where(shown, q @ k.mT, torch.finfo(torch.float32).min)
     return (scores.softmax(-1) @ v).flatten(1, 2)
 
@@ -239,8 +240,8 @@ def test_padding_stays_without_kernels() -> None:
 Spelling = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def softmaxed(q: Tensor, k: Tensor, factor: float = 0.3) -> Tensor:
-    scores = q @ k.mT * factor
+def softmaxed(q: Tensor, k: Tensor) -> Tensor:
+    scores = q @ k.mT * 0.3
     return scores.masked_fill(distance() < 0, -torch.inf).softmax(-1)
 
 
@@ -304,13 +305,13 @@ def one_key_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def groups_by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = torch.einsum("bgrqd,bgkd->bgrqk", q.unflatten(1, (1, HEADS)), k[:, :1])
+    scores = torch.einsum("bgrqd,bgkd->bgrqk", torch.unflatten(q, 1, (1, HEADS)), k[:, :1])
     weights = scores.masked_fill(distance() < 0, -torch.inf).softmax(-1)
     return torch.einsum("bgrqk,bgkd->bqgrd", weights, v[:, :1]).flatten(2, 3).transpose(1, 2)
 
 
 def groups_by_broadcast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    weights = softmaxed(q.unflatten(1, (1, HEADS)), k[:, None, :1])
+    weights = softmaxed(torch.unflatten(q, 1, (1, HEADS)), k[:, None, :1])
     return (weights @ v[:, None, :1]).flatten(1, 2)
 
 
@@ -369,7 +370,7 @@ def soft_capped_documents(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def grouped_padding(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     token = (padded() != 0)[:, None, None, None, :].index_fill(0, torch.tensor(3), True)
-    q, k, v = q.unflatten(1, (1, HEADS)), k[:, None, :1], v[:, None, :1]
+    q, k, v = torch.unflatten(q, 1, (1, HEADS)), k[:, None, :1], v[:, None, :1]
     return ((q @ k.mT).masked_fill(~token, -torch.inf).softmax(-1) @ v).flatten(1, 2)
 
 
@@ -411,7 +412,7 @@ def weights_read_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def mask_of_each_group(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     shown = torch.stack([distance() >= 0, distance() >= -1])[:, None]
-    q, k, v = q.unflatten(1, (HEADS, 1)), k[:, :, None], v[:, :, None]
+    q, k, v = torch.unflatten(q, 1, (HEADS, 1)), k[:, :, None], v[:, :, None]
     return ((q @ k.mT).masked_fill(~shown, -torch.inf).softmax(-1) @ v).flatten(1, 2)
 
 

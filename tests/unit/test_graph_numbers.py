@@ -29,7 +29,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.factor = 1.0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x[:, None]
         y = functional.scaled_dot_product_attention(x, x, x, causal(x.shape[-2]))
         return (x + self.down(functional.silu(self.up(y))) * self.factor)[:, 0]
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 def schedule(change: Callable[[Tensor, float], Tensor], steps: int = 5) -> list[GraphReport]:
     """Train steps with other numbers each, compared with the original."""
-    model = Model(change)
+    model: Any = Model(change)
     original = copy.deepcopy(model)
     graphs = Graphs(compiler="aot_eager")
     run: Any = torch.compile(model, backend=graphs)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepscope.acceleration.passes.formulas import integer, variables
+from stepscope.acceleration.passes.formulas import Load, integer, variables
 from stepscope.acceleration.passes.masks import MaskRules, rules_of_mask
 from stepscope.attention.rules import ScoreRules
 from stepscope.attention.visibility import Lengths, visible_keys
@@ -170,6 +170,7 @@ def test_sums_of_small_integers_may_wrap_around() -> None:
     rules = rules_of_mask(mask_node(small_integers_that_wrap))
     assert rules is not None
     (load,) = [term for term, _ in rules.keys.value.terms]  # type: ignore[union-attr]
+    assert isinstance(load, Load)
     assert load.tensor.target is torch.ops.aten.sub.Tensor
 
 

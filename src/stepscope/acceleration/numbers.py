@@ -20,7 +20,6 @@ _READS = (aten._local_scalar_dense.default, aten.item.default)
 _OF_NUMBERS: tuple[Callable[..., Any], ...] = (
     operator.add, operator.sub, operator.mul, operator.truediv, operator.neg,
 )  # fmt: skip
-_SWAPPED = {aten.rsub.Scalar: aten.sub.Tensor}
 _OF_TENSORS = (
     aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.rsub.Scalar,
     aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor,
@@ -62,6 +61,8 @@ def _take_tensors(graph: Graph, user: Node, tensors: dict[Node, Node]) -> None:
     and the dtype that torch computes in, so that the dtype of the result stays."""
     if not (calls(user, *_OF_TENSORS) and len(user.args) == 2 and not user.kwargs):
         raise RuntimeError(f"a number that changes is an argument of {user.target}")
+    given: Any
+    number: Any
     given, number = user.args
     dtype = value_of(user).dtype
     if given in tensors or not dtype.is_floating_point:
@@ -70,8 +71,9 @@ def _take_tensors(graph: Graph, user: Node, tensors: dict[Node, Node]) -> None:
         wide = added(
             graph, aten.to.dtype, tensors[number], torch.promote_types(dtype, torch.float32)
         )
-        pair = (given, wide) if user.target not in _SWAPPED else (wide, given)
-        new = added(graph, _SWAPPED.get(user.target, user.target), *pair)
+        swaps = calls(user, aten.rsub.Scalar)
+        pair = (wide, given) if swaps else (given, wide)
+        new = added(graph, aten.sub.Tensor if swaps else user.target, *pair)
         new.meta = user.meta | new.meta
         if value_of(new).dtype != dtype:
             new = added(graph, aten.to.dtype, new, dtype)

@@ -51,15 +51,16 @@ def _same_layout(x: Tensor) -> Tensor:
     """Return a tensor of the current mode with that layout. Dynamo's graph has one mode, and its
     backends another."""
     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    return _with_number_of(x, made.requires_grad_(x.requires_grad))
+    made.requires_grad_(x.requires_grad)
+    _with_number_of(x, made)
+    return made
 
 
-def _with_number_of(x: Any, made: Any) -> Any:
+def _with_number_of(x: Any, made: Any) -> None:
     """Let `item()` of a fake tensor return the number of another one: a float of the program that
     Dynamo passes in a tensor, since it may change between calls."""
     if (number := _number_in(x)) is not None:
         made.item_memo = number
-    return made
 
 
 def _number_in(x: Any) -> torch.SymFloat | None:

@@ -368,12 +368,13 @@ def _naive(graph: Graph, node: Node) -> _Call | str | None:
     q, v = first.left, last.right
     with graph.inserting_before(out):
         k = transposed(graph, first.right)
-    rules: MaskRules | None = MaskRules()
+    rules = MaskRules()
     if mask is not None:
         mask = mask_of_scores(graph, mask, product)
-        rules = None if mask is None else _rules(mask, q, k)
-        if rules is None:
+        of_mask = None if mask is None else _rules(mask, q, k)
+        if of_mask is None:
             return _OPAQUE
+        rules = of_mask
     return _Call(q, k, v, out, rules, mask, scale, softcap, last.layout, math.isinf(hidden))
 
 

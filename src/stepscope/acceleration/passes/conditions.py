@@ -92,7 +92,7 @@ def _read(
 ) -> Tensor:
     """Return x[start + i, …], (1 or batch, 1 or length): `names` are the variables that index its
     dimensions, None for a constant."""
-    kept = []
+    kept: list[str] = []
     for dim in reversed(range(len(names))):
         of = names[dim]
         if of is None:

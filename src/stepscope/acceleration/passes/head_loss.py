@@ -144,11 +144,11 @@ def _operands(node: Node) -> tuple[Any, Any, Any]:
     """Return the rows, the weight (vocab, d) and the bias of a linear layer."""
     if calls(node, aten.linear.default):
         return node.args[0], node.args[1], argument(node, 2, "bias")
-    rows, weight = node.args
+    pair: Any = node.args
     order: list[int] | None = [1, 0]
     if calls(node, aten.einsum.default):
-        order = _order_of_weight(node)
-        rows, weight = node.args[1]  # type: ignore[misc]
+        pair, order = node.args[1], _order_of_weight(node)
+    rows, weight = pair
     if order == [1, 0]:
         weight = node.graph.call_function(aten.t.default, (weight,))
     return rows, weight, None

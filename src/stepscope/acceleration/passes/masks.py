@@ -90,7 +90,8 @@ def rules_of(condition: Condition) -> MaskRules | None:
     before: int | None = None
     after: int | None = None
     documents, prefix = None, None
-    keys, queries = ALWAYS, ALWAYS
+    keys: Condition = ALWAYS
+    queries: Condition = ALWAYS
     for part in condition.parts if isinstance(condition, Both) else (condition,):
         depends_on = variables(part)
         if part == ALWAYS:

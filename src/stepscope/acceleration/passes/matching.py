@@ -61,7 +61,7 @@ def is_tensor(node: Any) -> bool:
 def added(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     """Add a call to the graph, with its value."""
     new = graph.call_function(target, args, kwargs)
-    given, named = map_arg((args, kwargs), lambda x: x.meta["val"])  # type: ignore[misc]
+    given, named = map_arg((args, kwargs), lambda x: x.meta["val"])
     with fake_mode():
         new.meta["val"] = target(*given, **named)
     return new

@@ -50,6 +50,8 @@ def product_of(graph: Graph, node: Node, *, of_weights: bool) -> Product | None:
     with graph.inserting_before(node):
         if calls(node, aten.einsum.default):
             return _of_einsum(graph, node, of_weights)
+        left: Any
+        right: Any
         left, right = node.args[1:3] if calls(node, aten.baddbmm.default) else node.args[:2]
         shapes = [value_of(x).shape for x in (left, right)]
         dims = tuple(map(len, shapes))
@@ -83,7 +85,7 @@ def _of_einsum(graph: Graph, node: Node, of_weights: bool) -> Product | None:
     of_scores = first if of_weights else out
     if any(len({*x}) != len(x) for x in (first, second, out)) or len(of_scores) < 3:
         return None
-    *outer, row, _ = of_scores
+    *outer, row, _ = list(of_scores)
     shared = [x for x in outer if x in second]
     columns = [x for x in second if x not in first]
     summed = [x for x in second if x in first and x not in out]
