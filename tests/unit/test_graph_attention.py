@@ -130,22 +130,25 @@ def longer_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v, token[None, :] & (distance() >= 0))
 
 
-@pytest.mark.parametrize(
-    ("attend", "rules"),
-    [
-        (causal_and_padding, "SDPA, causal, padding"),
-        (padding_alone, "SDPA, padding"),
-        (window_and_padding, "SDPA, window 3, padding"),
-        (documents_and_padding, "SDPA, causal, documents, padding"),
-        (added, "SDPA, causal, padding"),
-        (tokens_alone, "SDPA, causal, padding"),
-        (longer_mask, "SDPA, causal, padding"),
-        (filled, "naive, causal, padding"),
-        (tokens_of_grouped_heads, "naive, padding, grouped"),
-    ],
-)
-def test_padding_runs_in_the_kernels(attend: Attend, rules: str) -> None:
-    assert words(compared(attend, inputs(), padded())) == [rules]
+def test_padding_runs_in_the_kernels() -> None:
+    forms: dict[Attend, str] = {
+        causal_and_padding: "SDPA, causal, padding",
+        padding_alone: "SDPA, padding",
+        window_and_padding: "SDPA, window 3, padding",
+        documents_and_padding: "SDPA, causal, documents, padding",
+        added: "SDPA, causal, padding",
+        tokens_alone: "SDPA, causal, padding",
+        longer_mask: "SDPA, causal, padding",
+        filled: "naive, causal, padding",
+        tokens_of_grouped_heads: "naive, padding, grouped",
+    }
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return torch.stack([form(q, k, v, mask) for form in forms])
+
+    report = compared(attend, inputs(), padded())
+    assert not report.left
+    assert sorted(words(report)) == sorted(forms.values())
 
 
 def test_padding_of_grouped_keys() -> None:
