@@ -371,6 +371,25 @@ def soft_capped_documents(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.masked_fill(~shown, -torch.inf).softmax(-1) @ v
 
 
+def slopes() -> Tensor:
+    return 2.0 ** -torch.arange(1, HEADS + 1)[:, None, None]
+
+
+def alibi_of_distances(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3 + -distance().abs() * slopes()).softmax(-1) @ v
+
+
+def alibi_of_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The part of the penalty that is the same for all keys is left out, and the scale is last."""
+    scores = (q @ k.mT + slopes() * torch.arange(LENGTH)) * 0.3
+    return scores.masked_fill(distance() < 0, -torch.inf).softmax(-1) @ v
+
+
+def alibi_in_the_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bias = (slopes() * -distance()).masked_fill(distance() < 0, -torch.inf)
+    return functional.scaled_dot_product_attention(q, k, v, bias)
+
+
 def grouped_padding(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     token = (padded() != 0)[:, None, None, None, :].index_fill(0, torch.tensor(3), True)
     q, k, v = torch.unflatten(q, 1, (1, HEADS)), k[:, None, :1], v[:, None, :1]
@@ -378,13 +397,17 @@ def grouped_padding(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def test_spellings_with_rules_run_in_the_kernels() -> None:
-    spellings = local, prefix_lm, soft_capped_documents, grouped_padding
+    spellings = (local, prefix_lm, soft_capped_documents, grouped_padding, alibi_of_distances,
+                 alibi_of_keys, alibi_in_the_mask)  # fmt: skip
     report = compared(together(*spellings), inputs(), NOTHING)
     assert words(report) == [
         "naive, causal, window 4",
         "naive, causal, prefix",
         "naive, causal, documents, soft cap 30",
         "naive, padding, grouped",
+        "naive, ALiBi",
+        "naive, causal, ALiBi",
+        "SDPA, causal, ALiBi",
     ]
 
 
@@ -432,6 +455,28 @@ def test_other_forms_stay() -> None:
     report = compared(together(*reasons), inputs(), NOTHING)
     assert not report.applied
     assert [x.reason for x in report.left] == [x for x in reasons.values() if x]
+
+
+def test_alibi_stays_where_it_is_learned_or_no_penalty() -> None:
+    def learned(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        bias = -distance().abs() * (2 * slopes)
+        return functional.scaled_dot_product_attention(q, k, v, bias)
+
+    def of_both_sides(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Tensor:
+        return (q @ k.mT + slopes() * distance()).softmax(-1) @ v
+
+    def with_padding(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        bias = (-distance().abs() * slopes()).masked_fill(~visible(mask), -torch.inf)
+        return functional.scaled_dot_product_attention(q, k, v, bias)
+
+    reason = "its ALiBi has padding or no causal mask"
+    for attend, other, expected in (
+        (learned, slopes().requires_grad_(), "its mask does not follow from positions and padding"),
+        (of_both_sides, NOTHING, reason),
+        (with_padding, padded(), reason),
+    ):
+        report = compared(attend, inputs(), other)
+        assert [x.reason for x in report.left] == [expected]
 
 
 def test_dropout_stays() -> None:

@@ -99,6 +99,9 @@ def retraced(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
         traced: GraphModule = make_fx(
             run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True
         )(*inputs)
+    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    for node, x in zip(placeholders, inputs, strict=True):
+        node.meta["requires_grad"] = isinstance(x, Tensor) and x.requires_grad
     return traced
 
 

@@ -27,7 +27,12 @@ from stepscope.acceleration.passes.intervals import (
     rows_in_order,
     without_hidden_keys,
 )
-from stepscope.acceleration.passes.masks import MaskRules, rules_of_mask
+from stepscope.acceleration.passes.masks import (
+    MaskRules,
+    Slopes,
+    rules_of_mask,
+    slopes_of_mask,
+)
 from stepscope.acceleration.passes.matching import (
     CASTS,
     COPIES,
@@ -54,6 +59,7 @@ from stepscope.acceleration.passes.products import (
     mask_of_scores,
     product_of,
     transposed,
+    ungrouped,
 )
 from stepscope.attention.call import AttentionCall
 from stepscope.attention.inputs import as_autocast_would, with_positive_scale
@@ -90,6 +96,7 @@ class _Call:
     softcap: float | None = None
     layout: Layout = field(default_factory=Layout)
     """That of the output."""
+    slopes: Slopes | None = None
     hides_all: bool = True
     """A query without a visible key has an output of zeros; else it is the mean of all values."""
 
@@ -122,15 +129,16 @@ def _from_sdpa(node: Node) -> _Call | str | None:
         return "it has dropout"
     q, k, v = node.args[:3]
     rules = MaskRules(is_causal=bool(argument(node, 5, "is_causal", False)))
+    slopes = None
     if mask is not None:
         found = _rules(mask, q, k)
         if found is None:
             return _OPAQUE
-        rules = found
+        rules, slopes = found, slopes_of_mask(mask)
     scale = argument(node, 6, "scale")
     if any(value_of(x).dim() != 4 for x in (q, k, v)) or isinstance(scale, Node):
         return None
-    return _Call(q, k, v, node, rules, mask, scale)
+    return _Call(q, k, v, node, rules, mask, scale, slopes=slopes)
 
 
 def _rules(mask: Node, q: Any, k: Any) -> MaskRules | None:
@@ -158,10 +166,14 @@ def _rewrite(
     shapes = [value_of(x).shape for x in (call.q, call.k, call.v)]
     if any(x[0] != shapes[0][0] or shapes[0][1] % x[1] for x in shapes):
         return Left(NAME, "its batches are broadcast", line_of(call.out))
-    needs_kernel = rules.needs_intervals or call.softcap is not None
+    needs_kernel = any((rules.needs_intervals, call.softcap is not None, call.slopes is not None))
+    if call.slopes is not None and (
+        rules.keys != ALWAYS or (call.slopes.needs_causal and not rules.is_causal)
+    ):
+        return Left(NAME, "its ALiBi has padding or no causal mask", line_of(call.out))
     if needs_kernel and not by_kernels:
         return Left(NAME, "no kernel for its rules on this device", line_of(call.out))
-    k, v = (_ungrouped(x) if by_kernels else x for x in (call.k, call.v))
+    k, v = (ungrouped(x) if by_kernels else x for x in (call.k, call.v))
     if value_of(k).shape[-3] != value_of(v).shape[-3]:
         k, v = call.k, call.v
     words = _words(call, rules, value_of(k).shape[-3])
@@ -175,10 +187,14 @@ def _rewrite(
                     graph.call_function(rows_in_order, (x, which.order, which.inverse))
                     for x in (k, v)
                 )
+            slopes = None
+            if call.slopes is not None:
+                tensors = ConditionTensors(call.slopes.mask, "h")
+                slopes = tensors.weights(call.slopes.weights, call.slopes.factor)
             new = graph.call_function(
                 attention_in_intervals,
                 (call.q, k, v, which.keys, which.queries, rules.is_causal, call.scale,
-                 call.softcap),
+                 call.softcap, slopes),
             )  # fmt: skip
         else:
             new = graph.call_function(torch_attention, (call.q, k, v, rules.is_causal, call.scale))
@@ -209,6 +225,8 @@ def _words(call: _Call, rules: MaskRules, key_heads: Any) -> str:
         words.append("prefix")
     if rules.may_hide_all:
         words.append("padding")
+    if call.slopes is not None:
+        words.append("ALiBi")
     if call.softcap is not None:
         words.append(f"soft cap {call.softcap:g}")
     if key_heads != value_of(call.q).shape[-3]:
@@ -279,12 +297,13 @@ def attention_in_intervals(
     is_causal: bool,
     scale: float | None,
     softcap: float | None,
+    slopes: Tensor | None,
 ) -> Tensor:
     """Compute attention by the Triton kernels."""
     q, k, v = (as_autocast_would(x) for x in (q, k, v))
     q, factor = with_positive_scale(q, 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
     out: Tensor = flash_forward(
-        q, k, v, is_causal, factor, 0, of_keys, of_queries, None, None, None, softcap, None
+        q, k, v, is_causal, factor, 0, of_keys, of_queries, slopes, None, None, softcap, None
     )[0]
     return out
 
@@ -320,33 +339,6 @@ def torch_attention(
         )
 
 
-def _ungrouped(node: Any) -> Any:
-    """Return the heads before each was repeated for a group of queries: `x[:, :, None].expand(…)`
-    flattened, or `repeat_interleave`."""
-    inner = node
-    while calls(inner, *COPIES):
-        inner = inner.args[0]
-    if calls(inner, aten.repeat_interleave.self_int) and argument(inner, 2, "dim") in (1, -3):
-        return inner.args[0]
-    if not calls(inner, aten.reshape.default, aten.view.default, aten._unsafe_view.default):
-        return node
-    expanded = inner.args[0]
-    while calls(expanded, *COPIES):
-        expanded = expanded.args[0]
-    if not calls(expanded, aten.expand.default) or value_of(expanded).dim() != 5:
-        return node
-    single = expanded.args[0]
-    if not is_tensor(single) or value_of(single).dim() != 5 or value_of(single).shape[2] != 1:
-        return node
-    batch, heads, group, *rest = value_of(expanded).shape
-    if tuple(value_of(inner).shape) != (batch, heads * group, *rest):
-        return node
-    if not calls(single, aten.unsqueeze.default) or single.args[1] not in (2, -3):
-        return node
-    source = single.args[0]
-    return source if tuple(value_of(source).shape) == (batch, heads, *rest) else node
-
-
 def _naive(graph: Graph, node: Node) -> _Call | str | None:
     """Return the attention whose softmax is this node, why it stays as it is, or None."""
     scores = _softmax_input(node)
@@ -358,7 +350,7 @@ def _naive(graph: Graph, node: Node) -> _Call | str | None:
     found = _scores(scores, node)
     if found is None:
         return "its scores are computed in a form that is not known"
-    product, scale, softcap, mask, hidden = found
+    product, scale, softcap, mask, hidden, slopes = found
     if writes_between(product, out):
         return "something is written in place within it"
     first = product_of(graph, product, of_weights=False)
@@ -375,7 +367,11 @@ def _naive(graph: Graph, node: Node) -> _Call | str | None:
         if of_mask is None:
             return _OPAQUE
         rules = of_mask
-    return _Call(q, k, v, out, rules, mask, scale, softcap, last.layout, math.isinf(hidden))
+    if slopes is not None and value_of(product).dim() != 4:
+        return _OPAQUE
+    return _Call(
+        q, k, v, out, rules, mask, scale, softcap, last.layout, slopes, math.isinf(hidden)
+    )  # fmt: skip
 
 
 def _is_of_product(node: Any) -> bool:
@@ -458,14 +454,17 @@ def _inactive(node: Node) -> bool:
     return calls(node, aten.dropout.default) and not (node.args[1] and node.args[2])
 
 
-def _scores(node: Any, user: Node) -> tuple[Node, float, float | None, Node | None, float] | None:
-    """Return q kᵀ, its factor, the soft cap, the mask that give these scores, and the score of a
-    key that the mask hides."""
+def _scores(
+    node: Any, user: Node
+) -> tuple[Node, float, float | None, Node | None, float, Slopes | None] | None:
+    """Return q kᵀ, its factor, the soft cap, the mask that give these scores, the score of a key
+    that the mask hides, and the slopes."""
     scale, softcap, mask, hidden = 1.0, None, None, -math.inf
+    slopes: Slopes | None = None
     readers = {user} | _readers_of_maximum(node, user)
     while isinstance(node, Node) and set(node.users) <= readers:
         if calls(node, *PRODUCTS):
-            return node, scale, softcap, mask, hidden
+            return node, scale, softcap, mask, hidden, slopes
         if calls(node, aten.baddbmm.default):
             added, factor = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
             if not isinstance(factor, int | float) or factor <= 0 or added not in (0, 1):
@@ -473,7 +472,7 @@ def _scores(node: Any, user: Node) -> tuple[Node, float, float | None, Node | No
             if added and (mask is not None or softcap is not None or scale != 1.0):
                 return None
             bias: Any = node.args[0] if added else mask
-            return node, scale * factor, softcap, bias, hidden
+            return node, scale * factor, softcap, bias, hidden, slopes
         readers = {node}
         if softcap is None and (capped := _capped(node)) is not None:
             if scale != 1.0:
@@ -486,6 +485,12 @@ def _scores(node: Any, user: Node) -> tuple[Node, float, float | None, Node | No
             node = node.args[0]
         elif calls(node, *COPIES) or (calls(node, *CASTS) and is_upcast(node)):
             node = node.args[0]
+        elif softcap is None and slopes is None and (penalty := _penalty(node)) is not None:
+            node, slopes, hides = penalty
+            slopes = slopes.times(scale)
+            if hides and mask is not None:
+                return None
+            mask = slopes.mask if hides else mask
         elif softcap is None and (masked := _masked(node)) is not None:
             if mask is None:
                 node, mask, hidden = masked
@@ -526,6 +531,16 @@ def _capped(node: Node) -> tuple[Any, float] | None:
     if not only_use(tanh, node) or not only_use(tanh.args[0], tanh):
         return None
     return tanh.args[0].args[0], outer
+
+
+def _penalty(node: Node) -> tuple[Any, Slopes, bool] | None:
+    """Return the scores before ALiBi is added, its slopes, and whether it hides keys too."""
+    if not calls(node, aten.add.Tensor) or len(node.args) != 2:
+        return None
+    for scores, bias in (node.args, node.args[::-1]):
+        if is_tensor(bias) and (slopes := slopes_of_mask(bias)) is not None:  # type: ignore[arg-type]
+            return scores, slopes, slopes.visibility[1] is not None
+    return None
 
 
 def _masked(node: Node) -> tuple[Any, Node, float] | None:

@@ -24,7 +24,7 @@ from stepscope.acceleration.passes.formulas import (
 )
 
 aten = torch.ops.aten
-_DIMS = {"b": 0, "q": -2, "k": -1}
+_DIMS = {"b": 0, "h": -3, "q": -2, "k": -1}
 """The dimension of a mask that a variable indexes."""
 
 
@@ -59,6 +59,10 @@ class ConditionTensors:
         ]
         total = functools.reduce(lambda a, b: self._call(aten.add.Tensor, a, b), terms)
         return self._call(aten.add.Scalar, total, value.constant)
+
+    def weights(self, load: Load, factor: float) -> Node:
+        """The elements of a load with one variable, times a factor, in float32: (length,)."""
+        return self._call(_weights, self._load(load), factor)
 
     def _term(self, term: Term) -> Node:
         if isinstance(term, Load):
@@ -104,7 +108,11 @@ def _read(
         return x.transpose(0, 1)
     if kept == ["b"]:
         return x[:, None]
-    return x if len(kept) == 2 else x.view(1, -1)
+    return x if len(kept) == 2 else x.reshape(1, -1)
+
+
+def _weights(x: Tensor, factor: float) -> Tensor:
+    return x.flatten().to(torch.float32) * factor
 
 
 def can_be_computed(condition: Condition | Linear) -> bool:

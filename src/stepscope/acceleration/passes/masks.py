@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
@@ -13,19 +13,23 @@ from torch.fx import Node
 from stepscope.acceleration.passes.conditions import can_be_computed
 from stepscope.acceleration.passes.formulas import (
     ALWAYS,
+    Absolute,
     AtMostZero,
     Both,
     Condition,
     Either,
+    Flag,
     Linear,
     Load,
+    Penalty,
     Zero,
     both,
     integer,
     variable,
     variables,
 )
-from stepscope.acceleration.passes.positions import dtype_of, visibility_of
+from stepscope.acceleration.passes.matching import has_gradient
+from stepscope.acceleration.passes.positions import dtype_of, formula_of, visibility_of
 
 aten = torch.ops.aten
 _DISTANCE = variable("q") - variable("k")
@@ -75,7 +79,8 @@ def rules_of_mask(mask: Node) -> MaskRules | None:
     Additive masks of finite numbers may hide no query's last key: it would see all of them, with a
     gradient.
     """
-    found = visibility_of(mask)
+    slopes = slopes_of_mask(mask)
+    found = visibility_of(mask) if slopes is None else slopes.visibility
     if found is None:
         return None
     condition, hidden = found
@@ -83,6 +88,43 @@ def rules_of_mask(mask: Node) -> MaskRules | None:
     if rules is None or not all(map(can_be_computed, (rules.keys, rules.queries))):
         return None
     return None if rules.may_hide_all and hidden not in (None, -math.inf) else rules
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """ALiBi: a penalty for the distance from a query to a key, for each head."""
+
+    mask: Node
+    weights: Load
+    factor: float
+    needs_causal: bool
+    """True if it is a penalty only for keys up to the query's position."""
+    visibility: tuple[Condition, float | None]
+    """Where the mask shows keys, and its score elsewhere: None if it shows all."""
+
+    def times(self, factor: float) -> Slopes:
+        return replace(self, factor=self.factor * factor)
+
+
+def slopes_of_mask(mask: Node) -> Slopes | None:
+    """Return the slopes of a mask that adds a penalty in proportion to the distance of a key. What
+    is the same for all keys of a query does not count."""
+    value = formula_of(mask)
+    if not isinstance(value, Penalty):
+        return None
+    load, factor = value.weight.load, value.weight.factor
+    visibility = value.condition, value.hidden
+    names = [variables(index) for index in load.index if not index.is_constant]
+    if names != [frozenset("h")] or has_gradient(load.tensor) or not can_be_computed(Flag(load)):
+        return None
+    if isinstance(value.distance, Absolute):
+        if value.distance.of not in (_DISTANCE, _DISTANCE.times(-1)):
+            return None
+        return Slopes(mask, load, -factor * value.distance.sign, False, visibility)
+    of_key = dict(value.distance.terms).pop("k", 0)
+    if not of_key or not variables(value.distance) <= {"k", "q"}:
+        return None
+    return Slopes(mask, load, factor * of_key, True, visibility)
 
 
 def rules_of(condition: Condition) -> MaskRules | None:

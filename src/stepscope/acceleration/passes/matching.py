@@ -125,6 +125,21 @@ def only_use(node: Node, user: Node) -> bool:
     return set(node.users) == {user}
 
 
+def has_gradient(node: Node) -> bool:
+    """Return whether a node is computed from an input that requires a gradient. The values of nodes
+    are detached."""
+    seen: set[Node] = set()
+    pending = [node]
+    while pending:
+        one = pending.pop()
+        if one.meta.get("requires_grad", False):
+            return True
+        new = set(one.all_input_nodes) - seen
+        seen |= new
+        pending += new
+    return False
+
+
 def line_of(node: Node) -> str:
     """Return file and line of the user's code that an operator comes from."""
     found = ""

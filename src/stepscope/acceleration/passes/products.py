@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from stepscope.acceleration.passes.matching import added, after, calls, value_of
+from stepscope.acceleration.passes.matching import (
+    COPIES,
+    added,
+    after,
+    argument,
+    calls,
+    is_tensor,
+    value_of,
+)
 
 aten = torch.ops.aten
 PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.einsum.default)
@@ -147,3 +155,30 @@ def mask_of_scores(graph: Graph, mask: Node, scores: Node) -> Node | None:
         with graph.inserting_before(after(mask)):
             return added(graph, aten.squeeze.dim, mask, 1)
     return mask if all(n == 1 for n in shape[:-2]) else None
+
+
+def ungrouped(node: Any) -> Any:
+    """Return the heads before each was repeated for a group of queries: `x[:, :, None].expand(…)`
+    flattened, or `repeat_interleave`."""
+    inner = node
+    while calls(inner, *COPIES):
+        inner = inner.args[0]
+    if calls(inner, aten.repeat_interleave.self_int) and argument(inner, 2, "dim") in (1, -3):
+        return inner.args[0]
+    if not calls(inner, aten.reshape.default, aten.view.default, aten._unsafe_view.default):
+        return node
+    expanded = inner.args[0]
+    while calls(expanded, *COPIES):
+        expanded = expanded.args[0]
+    if not calls(expanded, aten.expand.default) or value_of(expanded).dim() != 5:
+        return node
+    single = expanded.args[0]
+    if not is_tensor(single) or value_of(single).dim() != 5 or value_of(single).shape[2] != 1:
+        return node
+    batch, heads, group, *rest = value_of(expanded).shape
+    if tuple(value_of(inner).shape) != (batch, heads * group, *rest):
+        return node
+    if not calls(single, aten.unsqueeze.default) or single.args[1] not in (2, -3):
+        return node
+    source = single.args[0]
+    return source if tuple(value_of(source).shape) == (batch, heads, *rest) else node
