@@ -279,7 +279,7 @@ def tensors_as_numbers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = (q @ k.mT).div_(math.sqrt(SIZE))
     scores.masked_fill_(distance() < 0, -1e9)
-    return scores.softmax(-1) @ v
+    return scores.contiguous().softmax(-1) @ v
 
 
 def in_float32(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

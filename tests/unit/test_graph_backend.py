@@ -233,6 +233,40 @@ def test_packed_documents_run_in_the_kernels() -> None:
     assert any("documents" in x.what for x in graph_reports()[-1].applied)
 
 
+class Padded(Model):
+    """Token 0 is padding; its labels are ignored."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        at = torch.arange(ids.shape[-1])
+        mask = (at[None] <= at[:, None]) & (ids != 0)[:, None, None, :]
+        x = self.embedding(ids)
+        for block in self.blocks:
+            block.attention.attend = lambda q, k, v: functional.scaled_dot_product_attention(
+                q, k, v, mask
+            )
+            x = block(x)
+        labels = functional.pad(ids, (0, 1))[:, 1:].reshape(-1)
+        return functional.cross_entropy(self.head(x).view(-1, VOCAB), labels, ignore_index=0)
+
+
+def test_blocks_share_the_padding_of_a_batch() -> None:
+    model, original = Padded(sdpa_flag), Padded(sdpa_flag)
+    graphs = Graphs(compiler="aot_eager", kernels=True)
+    run: Any = torch.compile(model, backend=graphs)
+    ids = ids_of(12).clamp(min=1)
+    ids[0, :4], ids[1, -3:] = 0, 0
+    losses = run(ids), original(ids)
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[0], losses[1])
+    for found, expected in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, atol=1e-5, rtol=1e-4)
+    (report,) = graphs.reports
+    words = ["SDPA, causal, padding, grouped"] * LAYERS
+    assert [x.what for x in report.applied if x.name == "attention"] == words
+    assert (report.regions.count, report.regions.compiled) == (LAYERS + 2, 3)
+
+
 class LocalSpan(Model):
     """A span that no name reveals, longer than the first batch."""
 

@@ -39,13 +39,13 @@ def _out_of_place(node: Node) -> Any:
 
 def _is_read_as_written(node: Node) -> bool:
     """Return whether the memory that is written belongs to one operator of the graph, without
-    views."""
+    earlier views."""
     written: Any = node.args[0]
     return (
         written_arguments(node) == [written]
         and written.op == "call_function"
         and not shared_arguments(written)
-        and not any(written in shared_arguments(user) for user in written.users if user is not node)
+        and not any(user < node and written in shared_arguments(user) for user in written.users)
     )
 
 
