@@ -89,6 +89,34 @@ def test_losses_and_gradients_are_those_of_the_model(dtype: torch.dtype) -> None
     assert {"SDPA, causal", "SDPA, causal, window 48"} <= words
 
 
+def padded_attention(q: Tensor, k: Tensor, v: Tensor, token: Tensor) -> Tensor:
+    shown = token[:, None, None, :]
+    both = shown & causal(q.shape[-2], q.device)
+    out = functional.scaled_dot_product_attention(q, k, v, both)
+    return functional.scaled_dot_product_attention(out, k, v, shown)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_with_padding(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    run: Any = torch.compile(padded_attention, backend=backend)
+    token = torch.ones(4, 320, dtype=torch.bool, device="cuda")
+    token[0, :70], token[1, -130:], token[2, 40:90], token[3] = False, False, False, False
+    torch.manual_seed(0)
+    qkv = [torch.randn(4, 6, 320, 64, device="cuda", dtype=dtype) for _ in range(3)]
+    results = []
+    for call, wide in ((run, dtype), (padded_attention, dtype), (padded_attention, torch.float64)):
+        given = [x.to(wide).requires_grad_() for x in qkv]
+        out = call(*given, token)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), given)])
+    for found, plain, exact in zip(*results, strict=True):
+        errors = [(x.double() - exact).norm() for x in (found, plain)]
+        assert found.isfinite().all()
+        assert errors[0] <= 2 * errors[1] + 1e-5 * exact.norm()
+    words = [x.what for x in graph_reports()[-1].applied]
+    assert sorted(words) == ["SDPA, causal, padding", "SDPA, padding"]
+
+
 def test_a_captured_step_trains_as_an_eager_one() -> None:
     torch._dynamo.reset()
     losses = []

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from stepscope.acceleration.passes.formulas import Load, integer, variables
 from stepscope.acceleration.passes.masks import MaskRules, rules_of_mask
 from stepscope.attention.rules import ScoreRules
 from stepscope.attention.visibility import Lengths, visible_keys
@@ -92,6 +93,11 @@ def everything(ids: Tensor) -> Tensor:
     return torch.ones(ids.shape[-1], ids.shape[-1], dtype=torch.bool)
 
 
+def prefix(ids: Tensor) -> Tensor:
+    q, k = positions(ids)
+    return (k <= q) | (k < 2)
+
+
 KNOWN: list[tuple[Mask, MaskRules]] = [
     (causal, MaskRules(True)),
     (triangle_of_ones, MaskRules(True)),
@@ -105,6 +111,7 @@ KNOWN: list[tuple[Mask, MaskRules]] = [
     (both_sides, MaskRules(False, 3)),
     (positions_that_restart, MaskRules(True)),
     (everything, MaskRules()),
+    (prefix, MaskRules(True, prefix=integer(2))),
 ]
 
 
@@ -131,7 +138,8 @@ def test_rules_of_one_length_hide_the_same_keys_at_another(
     given = mask(torch.zeros(BATCH, length, dtype=torch.int64))
     shown = given if given.dtype == torch.bool else given == 0
     lengths = Lengths(length, length, rules.is_causal, None, torch.device("cpu"))
-    expected = visible_keys(ScoreRules(window=rules.window), lengths)[0]
+    leading = None if rules.prefix is None else rules.prefix.constant
+    expected = visible_keys(ScoreRules(window=rules.window, prefix=leading), lengths)[0]
     assert torch.equal(shown.broadcast_to(BATCH, 1, length, length)[0, 0], expected)
 
 
@@ -147,13 +155,46 @@ def documents_in_any_order(ids: Tensor) -> Tensor:
     return (ids[:, None, :, None] == ids[:, None, None, :]) & causal(ids)
 
 
+def padding_in_a_window(ids: Tensor) -> Tensor:
+    return window(ids) & (ids != 0)[:, None, None, :]
+
+
+def test_padding_is_a_condition_of_the_key() -> None:
+    rules = rules_of_mask(mask_node(padding_in_a_window))
+    assert rules is not None
+    assert (rules.is_causal, rules.window) == (True, 3)
+    assert variables(rules.keys) == {"b", "k"}
+
+
+def test_sums_of_small_integers_may_wrap_around() -> None:
+    rules = rules_of_mask(mask_node(small_integers_that_wrap))
+    assert rules is not None
+    (load,) = [term for term, _ in rules.keys.value.terms]  # type: ignore[union-attr]
+    assert isinstance(load, Load)
+    assert load.tensor.target is torch.ops.aten.sub.Tensor
+
+
+def finite_padding(ids: Tensor) -> Tensor:
+    """A row that is all padding has equal weights, not zeros."""
+    return torch.where(padding_in_a_window(ids), 0.0, -1e9)
+
+
+def prefix_in_a_window(ids: Tensor) -> Tensor:
+    return prefix(ids) & window(ids)
+
+
+def prefix_by_position(ids: Tensor) -> Tensor:
+    q, k = positions(ids)
+    return (k <= q) | (ids[:, None, None, :] == 3)
+
+
+def small_integers_that_wrap(ids: Tensor) -> Tensor:
+    return causal(ids) & (ids.to(torch.uint8)[:, None, None, :] - 1 >= 0)
+
+
 def other_tensor(ids: Tensor) -> Tensor:
     number = (ids == 0).cumsum(-1)
     return (number[:, None, :, None] == (number + 1)[:, None, None, :]) & causal(ids)
-
-
-def padding(ids: Tensor) -> Tensor:
-    return causal(ids) & (ids != 0)[:, None, None, :]
 
 
 def strictly_earlier(ids: Tensor) -> Tensor:
@@ -192,11 +233,6 @@ def shifted(ids: Tensor) -> Tensor:
     return torch.where(k <= q, 1.0, float("-inf"))
 
 
-def prefix(ids: Tensor) -> Tensor:
-    q, k = positions(ids)
-    return (k <= q) | (k < 2)
-
-
 def wraps_around(ids: Tensor) -> Tensor:
     """An index of -1 reads the last element."""
     at = torch.arange(ids.shape[-1])
@@ -219,9 +255,9 @@ def written_through_a_view(ids: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "mask",
     [
-        written_later, written_through_a_view, documents_in_any_order, other_tensor, padding,
+        written_later, written_through_a_view, documents_in_any_order, other_tensor,
         strictly_earlier, next_token_too, anti_causal_window, every_second, by_head, soft, shifted,
-        prefix, wraps_around,
+        wraps_around, finite_padding, prefix_in_a_window, prefix_by_position,
     ],
 )  # fmt: skip
 def test_other_masks_stay(mask: Mask) -> None:

@@ -14,7 +14,9 @@ from torch.fx import GraphModule
 
 from stepscope.acceleration import torch_internals
 from stepscope.acceleration.comparison import Comparison
+from stepscope.acceleration.numbers import numbers_as_tensors
 from stepscope.acceleration.passes import attention, head_loss
+from stepscope.acceleration.passes.in_place import write_out_of_place
 from stepscope.acceleration.passes.matching import Applied, Left, Outcome
 from stepscope.acceleration.regions import ONE_REGION, Regions, compile_regions, hoist_views
 from stepscope.errors import UsageError, one_line
@@ -142,6 +144,8 @@ def _rewritten(
     hoist_views(traced)
     torch_internals.note_names(traced)
     original = GraphModule(traced, copy.deepcopy(traced.graph))
+    numbers_as_tensors(traced.graph)
+    compile_region = torch_internals.without_numbers(compile_region, fakes)
     outcomes = tuple(run_passes(traced, options.get("kernels"), _names(options)))
     compiled, regions, comparison = compile_regions(
         traced, original, fakes, compile_region, by_block=options.get("regions", True)
@@ -176,6 +180,7 @@ def run_passes(
 ) -> list[Outcome]:
     """Rewrite a retraced graph, and return what each pass did and did not replace."""
     outcomes: list[Outcome] = []
+    write_out_of_place(module.graph)
     if head_loss.NAME in names:
         outcomes += head_loss.fuse_head_and_loss(module.graph)
     if attention.NAME in names:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator
 from torch.amp import autocast_mode
@@ -52,7 +53,39 @@ def _same_layout(x: Tensor) -> Tensor:
     """Return a tensor of the current mode with that layout. Dynamo's graph has one mode, and its
     backends another."""
     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    return made.requires_grad_(x.requires_grad)
+    made.requires_grad_(x.requires_grad)
+    _with_number_of(x, made)
+    return made
+
+
+def _with_number_of(x: Any, made: Any) -> None:
+    """Let `item()` of a fake tensor return the number of another one: a float of the program that
+    Dynamo passes in a tensor, since it may change between calls."""
+    if (number := _number_in(x)) is not None:
+        made.item_memo = number
+
+
+def _number_in(x: Any) -> torch.SymFloat | None:
+    number = getattr(x, "item_memo", None)
+    return number if isinstance(number, torch.SymFloat) else None
+
+
+def without_numbers(
+    compile_region: Callable[..., Compiled], inputs: Sequence[Any]
+) -> Callable[..., Compiled]:
+    """Let a compiler compile graphs that read no numbers from these inputs. AOTAutograd would take
+    them for constants, and Dynamo would trace again."""
+    names = {str(x.node.expr) for x in map(_number_in, inputs) if x is not None}
+
+    def run(module: GraphModule, given: Sequence[Any]) -> Compiled:
+        new = {name for name in names if not TensorifyState.should_specialize(name)}
+        TensorifyState.force_specializations |= new
+        try:
+            return compile_region(module, given)
+        finally:
+            TensorifyState.force_specializations -= new
+
+    return run
 
 
 def retraced(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
@@ -60,12 +93,17 @@ def retraced(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     the module path and stack trace of every node."""
 
     def run(*args: Any) -> Any:
+        for x, traced in zip(inputs, args, strict=True):
+            _with_number_of(x, traced)
         return Interpreter(module).run(*args)
 
     with fx_traceback.preserve_node_meta():
         traced: GraphModule = make_fx(
             run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True
         )(*inputs)
+    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    for node, x in zip(placeholders, inputs, strict=True):
+        node.meta["requires_grad"] = isinstance(x, Tensor) and x.requires_grad
     return traced
 
 

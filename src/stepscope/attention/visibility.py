@@ -135,8 +135,12 @@ def _key_intervals(rules: ScoreRules, lengths: Lengths) -> Tensor:
 
 
 def _query_intervals(rules: ScoreRules, lengths: Lengths) -> Tensor:
-    intervals = key_intervals(rules, lengths)
-    keys = torch.arange(lengths.seq_k, device=lengths.device, dtype=torch.int32)
+    return intervals_of_queries(key_intervals(rules, lengths), lengths.seq_k)
+
+
+def intervals_of_queries(intervals: Tensor, seq_k: int) -> Tensor:
+    """Return the intervals of queries, (1 or batch, 2, seq_k), for those of keys."""
+    keys = torch.arange(seq_k, device=intervals.device, dtype=torch.int32)
     keys = keys.expand(intervals.shape[0], -1).contiguous()
     # The first query whose interval ends after the key, and the first whose interval starts after.
     low, high = (

@@ -33,10 +33,10 @@ from stepscope.torch_tools.derivatives import differentiable_once, transforms_ac
 from stepscope.torch_tools.kernel_compilation import compile_kernels
 from stepscope.torch_tools.ranges import named
 
-LossAndGrads = tuple[Tensor, Tensor, Tensor, Tensor]
+LossAndGrads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """The loss, the factor by which the gradients must still be multiplied (empty: none), and the
-gradients of x and weight (empty if not needed)."""
-_BIAS = 10
+gradients of x, weight and bias (empty if not needed)."""
+_BIAS = 9
 """Position of the bias among the arguments of the autograd Function."""
 _TARGETS = (torch.int64, torch.int32)
 Scale = Callable[[list[Tensor], Tensor], list[Tensor]]
@@ -92,8 +92,10 @@ def linear_cross_entropy(
             reduction == "mean",
             grad_enabled and flat.requires_grad,
             grad_enabled and weight.requires_grad,
+            bias,
+            grad_enabled and bias is not None and bias.requires_grad,
         )
-        if transforms_active() or (bias is not None and torch.compiler.is_compiling()):
+        if transforms_active():
             return _from_logits(flat, weight, bias, flat_targets, ignore_index, compute, reduction)
         if torch.compiler.is_compiling():
             outputs: LossAndGrads = _operator(*arguments)
@@ -103,13 +105,19 @@ def linear_cross_entropy(
         # GEMMs that are autotuned would be timed with zeros.
         if kind not in _compiled and kernels_take(flat) and not autotuning():
             _compiled.add(kind)
-            compile_kernels(partial(_differentiated, *arguments, narrow, bias))
-        loss: Tensor = _LinearCrossEntropy.apply(*arguments, narrow, bias)  # type: ignore[no-untyped-call]
+            compile_kernels(partial(_differentiated, *arguments, narrow))
+        loss: Tensor = _LinearCrossEntropy.apply(*arguments, narrow)  # type: ignore[no-untyped-call]
         return loss
 
 
 def loss_operator(
-    x: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int, reduction: str
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int,
+    reduction: str,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Compute `linear_cross_entropy` of rows x as one operator, for graphs that are traced outside
     of `torch.compile`'s own tracer."""
@@ -126,6 +134,8 @@ def loss_operator(
             reduction == "mean",
             needs and x.requires_grad,
             needs and weight.requires_grad,
+            bias,
+            needs and bias is not None and bias.requires_grad,
         )
     return outputs[0]
 
@@ -169,15 +179,14 @@ def _loss_and_grads(
     mean: bool,
     needs_x: bool,
     needs_weight: bool,
-    narrow: Tensor | None = None,
     bias: Tensor | None = None,
-    grad_bias: Tensor | None = None,
+    needs_bias: bool = False,
+    narrow: Tensor | None = None,
 ) -> LossAndGrads:
-    """Return the loss and the gradients of x and weight, and add that of the bias to `grad_bias`
-    unless it is None."""
     wide = torch.promote_types(compute, torch.float32)
     rows, vocab = x.shape[0], weight.shape[0]
-    needs_grad = needs_x or needs_weight or grad_bias is not None
+    needs_grad = needs_x or needs_weight or needs_bias
+    grad_bias = x.new_zeros(vocab if needs_bias else 0, dtype=wide)
     narrow = with_padded_rows(weight.detach(), compute) if narrow is None else narrow
     added = None if bias is None else with_padded_rows(bias.detach(), compute)
     buffer = x.new_empty(min(rows, chunk_rows), padded_columns(vocab), dtype=compute)
@@ -203,7 +212,7 @@ def _loss_and_grads(
             gradient=needs_grad,
             share=early_factor,
         )
-        if grad_bias is not None:
+        if needs_bias:
             grad_bias += logits[:, :vocab].sum(0, dtype=wide)
         if needs_x:
             matmul_into(grad_x[chunk], logits, narrow)
@@ -223,7 +232,7 @@ def _loss_and_grads(
         if inverse_count is not None and early_factor is None
         else x.new_empty(0, dtype=wide)
     )
-    return loss, late_factor, grad_x, grad_weight[:vocab]
+    return loss, late_factor, grad_x, grad_weight[:vocab], grad_bias
 
 
 def _row_kernels(logits: Tensor) -> ModuleType:
@@ -271,18 +280,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         mean: bool,
         needs_x: bool,
         needs_weight: bool,
-        narrow: Tensor | None,
         bias: Tensor | None,
+        needs_bias: bool,
+        narrow: Tensor | None,
     ) -> Tensor:
-        grad_bias = None
-        if bias is not None and ctx.needs_input_grad[_BIAS]:
-            wide = torch.promote_types(compute, torch.float32)
-            grad_bias = torch.zeros(bias.shape, device=bias.device, dtype=wide)
         loss, *factor_and_grads = _loss_and_grads(
-            x, weight, targets, ignore_index, rows, compute, mean, needs_x, needs_weight, narrow,
-            bias, grad_bias,
+            x, weight, targets, ignore_index, rows, compute, mean, needs_x, needs_weight, bias,
+            needs_bias, narrow,
         )  # fmt: skip
-        ctx.save_for_backward(*factor_and_grads, grad_bias)
+        ctx.save_for_backward(*factor_and_grads)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.spent = False
         return loss
@@ -297,7 +303,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         ctx.spent = True
         of_x, of_weight, of_bias = _differentiate(ctx, grad, _scale_, (0, 1, _BIAS))
-        return of_x, of_weight, *[None] * 8, of_bias
+        return of_x, of_weight, *[None] * 7, of_bias, None, None
 
 
 def _differentiate(
@@ -325,10 +331,13 @@ def _operator(
     mean: bool,
     needs_x: bool,
     needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    bias: Tensor | None,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _loss_and_grads(
-        x, weight, targets, ignore_index, rows, compute, mean, needs_x, needs_weight
-    )
+        x, weight, targets, ignore_index, rows, compute, mean, needs_x, needs_weight, bias,
+        needs_bias,
+    )  # fmt: skip
 
 
 @_operator.register_fake
@@ -342,6 +351,8 @@ def _(
     mean: bool,
     needs_x: bool,
     needs_weight: bool,
+    bias: Tensor | None,  # noqa: ARG001
+    needs_bias: bool,
 ) -> LossAndGrads:
     wide = torch.promote_types(compute, torch.float32)
     return (
@@ -349,19 +360,22 @@ def _(
         x.new_empty(() if mean and not _can_divide_early(compute) else 0, dtype=wide),
         x.new_empty(x.shape, dtype=compute) if needs_x else x.new_empty(0),
         weight.new_empty(weight.shape if needs_weight else 0, dtype=wide),
+        x.new_empty(weight.shape[0] if needs_bias else 0, dtype=wide),
     )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: LossAndGrads) -> None:
     ctx.save_for_backward(*output[1:])
-    ctx.dtypes = (inputs[0].dtype, inputs[1].dtype)
+    bias = inputs[_BIAS]
+    ctx.dtypes = (inputs[0].dtype, inputs[1].dtype, None if bias is None else bias.dtype)
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _differentiate_traced(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     """Compute the gradients out of place and without Triton kernels: this is only traced, and
     `torch.compiler.is_compiling()` is False while a backward pass is traced."""
-    return *_differentiate(ctx, grad, _scale, (0, 1)), *[None] * 7
+    of_x, of_weight, of_bias = _differentiate(ctx, grad, _scale, (0, 1, _BIAS))
+    return of_x, of_weight, *[None] * 7, of_bias, None
 
 
 _operator.register_autograd(_differentiate_traced, setup_context=_save)

@@ -1,16 +1,16 @@
 """Attention of any spelling becomes the fastest implementation for its shape.
 
 `scaled_dot_product_attention` and softmax(q kᵀ) v are matched by their operators. A mask that
-follows from positions becomes a causal flag, or intervals of visible keys that are computed once
-for all layers; an opaque mask stays. Keys that are repeated for grouped queries are read as they
-are.
+follows from positions and from padding becomes a causal flag, or intervals of visible keys that are
+computed once for all layers; an opaque mask stays. Keys that are repeated for grouped queries are
+read as they are.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,35 +19,60 @@ from torch.fx import Graph, Node
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stepscope.acceleration.attention.einsum import matmul_orders
-from stepscope.acceleration.passes.masks import MaskRules, rules_of_mask
+from stepscope.acceleration.passes.conditions import ConditionTensors
+from stepscope.acceleration.passes.formulas import ALWAYS
+from stepscope.acceleration.passes.intervals import (
+    intervals_of_rules,
+    item,
+    rows_in_order,
+    without_hidden_keys,
+)
+from stepscope.acceleration.passes.masks import (
+    MaskRules,
+    Slopes,
+    rules_of_mask,
+    slopes_of_mask,
+)
 from stepscope.acceleration.passes.matching import (
     CASTS,
     COPIES,
     Applied,
     Left,
     Outcome,
+    after,
     argument,
+    beside,
     calls,
     calls_of,
     is_tensor,
     is_upcast,
     line_of,
+    number_of,
     only_use,
     value_of,
     writes_between,
 )
 from stepscope.acceleration.passes.positions import HIDDEN
+from stepscope.acceleration.passes.products import (
+    PRODUCTS,
+    Layout,
+    mask_of_scores,
+    product_of,
+    transposed,
+    ungrouped,
+)
 from stepscope.attention.call import AttentionCall
 from stepscope.attention.inputs import as_autocast_would, with_positive_scale
 from stepscope.attention.ops import TRITON, flash_forward
-from stepscope.attention.rules import ScoreRules
-from stepscope.attention.visibility import Lengths, key_intervals, query_intervals
 
 aten = torch.ops.aten
 NAME = "attention"
 _SDPA = aten.scaled_dot_product_attention.default
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
+_WHERE = (aten.where.self, aten.where.ScalarOther)
+_OPAQUE = "its mask does not follow from positions and padding"
+_MAX_OPERATORS = 12
+"""Operators between q kᵀ and its softmax."""
 _CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -69,19 +94,24 @@ class _Call:
     """The mask that the rules replace."""
     scale: float | None = None
     softcap: float | None = None
-    order: list[int] | None = None
-    """The order of the dimensions of (batch, heads, seq, d) in the output."""
+    layout: Layout = field(default_factory=Layout)
+    """That of the output."""
+    slopes: Slopes | None = None
+    hides_all: bool = True
+    """A query without a visible key has an output of zeros; else it is the mean of all values."""
 
 
 def fuse_attention(graph: Graph, *, kernels: bool | None = None) -> list[Outcome]:
     """Replace each attention that an implementation of ours, or another call of torch's, computes
     faster. `kernels` overrides the decision whether our kernels may be used."""
-    intervals: dict[tuple[object, ...], tuple[Node, Node]] = {}
+    intervals: dict[tuple[object, ...], _Intervals] = {}
     outcomes: list[Outcome] = []
     for node in calls_of(graph, *_SOFTMAX, aten.div.Tensor):
-        call = _naive(graph, node)
-        if call is not None:
-            outcomes.append(_rewrite(graph, call, intervals, kernels))
+        found = _naive(graph, node)
+        if isinstance(found, str):
+            outcomes.append(Left(NAME, found, line_of(node)))
+        elif found is not None:
+            outcomes.append(_rewrite(graph, found, intervals, kernels))
     for node in calls_of(graph, _SDPA):
         found = _from_sdpa(node)
         if isinstance(found, str):
@@ -99,14 +129,24 @@ def _from_sdpa(node: Node) -> _Call | str | None:
         return "it has dropout"
     q, k, v = node.args[:3]
     rules = MaskRules(is_causal=bool(argument(node, 5, "is_causal", False)))
+    slopes = None
     if mask is not None:
-        found = rules_of_mask(mask) if _lengths_equal(q, k) else None
+        found = _rules(mask, q, k)
         if found is None:
-            return "its mask does not follow from positions"
-        rules = found
-    if any(value_of(x).dim() != 4 for x in (q, k, v)):
+            return _OPAQUE
+        rules, slopes = found, slopes_of_mask(mask)
+    scale = argument(node, 6, "scale")
+    if any(value_of(x).dim() != 4 for x in (q, k, v)) or isinstance(scale, Node):
         return None
-    return _Call(q, k, v, node, rules, mask, argument(node, 6, "scale"))
+    return _Call(q, k, v, node, rules, mask, scale, slopes=slopes)
+
+
+def _rules(mask: Node, q: Any, k: Any) -> MaskRules | None:
+    """Return the rules of a mask of queries and keys (batch, heads, seq, d)."""
+    rules = rules_of_mask(mask)
+    if rules is None or (not _lengths_equal(q, k) and (rules.has_positions or rules.prefix)):
+        return None
+    return rules
 
 
 def _lengths_equal(q: Any, k: Any) -> bool:
@@ -116,36 +156,61 @@ def _lengths_equal(q: Any, k: Any) -> bool:
 def _rewrite(
     graph: Graph,
     call: _Call,
-    intervals: dict[tuple[object, ...], tuple[Node, Node]],
+    intervals: dict[tuple[object, ...], _Intervals],
     kernels: bool | None,
 ) -> Outcome:
     length, rules = value_of(call.q).shape[-2], call.rules
     if rules.window is not None and type(length) is int and rules.window >= length:
         rules = replace(rules, window=None)
     by_kernels = _kernels_support(call) if kernels is None else kernels
-    needs_kernel = rules.needs_intervals or call.softcap is not None
+    shapes = [value_of(x).shape for x in (call.q, call.k, call.v)]
+    if any(x[0] != shapes[0][0] or shapes[0][1] % x[1] for x in shapes):
+        return Left(NAME, "its batches are broadcast", line_of(call.out))
+    needs_kernel = any((rules.needs_intervals, call.softcap is not None, call.slopes is not None))
+    if call.slopes is not None and (
+        rules.keys != ALWAYS or (call.slopes.needs_causal and not rules.is_causal)
+    ):
+        return Left(NAME, "its ALiBi has padding or no causal mask", line_of(call.out))
     if needs_kernel and not by_kernels:
         return Left(NAME, "no kernel for its rules on this device", line_of(call.out))
-    k, v = (_ungrouped(x) if by_kernels else x for x in (call.k, call.v))
+    k, v = (ungrouped(x) if by_kernels else x for x in (call.k, call.v))
     if value_of(k).shape[-3] != value_of(v).shape[-3]:
         k, v = call.k, call.v
+    words = _words(call, rules, value_of(k).shape[-3])
     with graph.inserting_before(call.out):
+        which = _Intervals()
         if needs_kernel:
-            of_keys, of_queries = None, None
             if rules.needs_intervals:
-                of_keys, of_queries = _intervals(graph, call, rules, intervals)
+                which = _intervals(graph, call, rules, intervals)
+            if which.order is not None:
+                k, v = (
+                    graph.call_function(rows_in_order, (x, which.order, which.inverse))
+                    for x in (k, v)
+                )
+            slopes = None
+            if call.slopes is not None:
+                tensors = ConditionTensors(call.slopes.mask, "h")
+                slopes = tensors.weights(call.slopes.weights, call.slopes.factor)
             new = graph.call_function(
                 attention_in_intervals,
-                (call.q, k, v, of_keys, of_queries, rules.is_causal, call.scale, call.softcap),
-            )
+                (call.q, k, v, which.keys, which.queries, rules.is_causal, call.scale,
+                 call.softcap, slopes),
+            )  # fmt: skip
         else:
             new = graph.call_function(torch_attention, (call.q, k, v, rules.is_causal, call.scale))
+        if rules.queries != ALWAYS or (rules.may_hide_all and not call.hides_all):
+            assert call.mask is not None
+            shown = None
+            if rules.queries != ALWAYS:
+                shown = ConditionTensors(call.mask, "q").condition(rules.queries)
+            values, moved = (None, None) if call.hides_all else (call.v, which.keys)
+            new = graph.call_function(with_hidden_rows, (new, shown, moved, values))
         new.meta = {name: x for name, x in call.out.meta.items() if name != "val"}
-        last = new if call.order is None else _permuted(graph, new, call.order)
+        last = call.layout.restore(graph, new)
         last.meta = dict(call.out.meta)
     call.out.replace_all_uses_with(last)
     graph.erase_node(call.out)
-    return Applied(NAME, _words(call, rules, value_of(k).shape[-3]), line_of(new))
+    return Applied(NAME, words, line_of(last))
 
 
 def _words(call: _Call, rules: MaskRules, key_heads: Any) -> str:
@@ -156,6 +221,12 @@ def _words(call: _Call, rules: MaskRules, key_heads: Any) -> str:
         words.append(f"window {rules.window}")
     if rules.documents is not None:
         words.append("documents")
+    if rules.prefix is not None:
+        words.append("prefix")
+    if rules.may_hide_all:
+        words.append("padding")
+    if call.slopes is not None:
+        words.append("ALiBi")
     if call.softcap is not None:
         words.append(f"soft cap {call.softcap:g}")
     if key_heads != value_of(call.q).shape[-3]:
@@ -172,40 +243,49 @@ def _kernels_support(call: _Call) -> bool:
     return TRITON.refuses(attention) is None
 
 
+@dataclass(frozen=True)
+class _Intervals:
+    """Nodes of the intervals of keys and of queries, and of the order of keys, if it changes."""
+
+    keys: Node | None = None
+    queries: Node | None = None
+    order: Node | None = None
+    inverse: Node | None = None
+
+
 def _intervals(
-    graph: Graph, call: _Call, rules: MaskRules, known: dict[tuple[object, ...], tuple[Node, Node]]
-) -> tuple[Node, Node]:
-    """Return the intervals of keys and of queries, computed where the mask was: once for all layers
-    that share it."""
-    key = (call.mask, rules)
+    graph: Graph, call: _Call, rules: MaskRules, known: dict[tuple[object, ...], _Intervals]
+) -> _Intervals:
+    """Return the intervals, computed where the mask was: once for all layers that share it."""
+    mask, of = call.mask, (call.q, call.k)
+    if mask is not None and _lengths_equal(*of) and value_of(mask).shape[-1] != 1:
+        of = (mask, None)
+    key = (mask, replace(rules, queries=ALWAYS), *of)
     if key not in known:
-        before = call.out if call.mask is None else call.mask
-        reference = call.q if call.mask is None else call.mask
-        with graph.inserting_before(before if call.mask is None else before.next):
-            pair = graph.call_function(
-                intervals_of_rules,
-                (reference, rules.is_causal, rules.window, rules.documents),
-                {"square": call.mask is not None},
-            )
-            known[key] = tuple(  # type: ignore[assignment]
-                graph.call_function(_item, (pair, at)) for at in range(2)
-            )
+        with graph.inserting_before(call.out if of[0] is not mask else after(mask)):
+            known[key] = _computed(graph, mask, of, rules)
     return known[key]
 
 
-def _item(values: tuple[Tensor, ...], at: int) -> Tensor:
-    return values[at]
-
-
-def intervals_of_rules(
-    reference: Tensor, is_causal: bool, window: int | None, documents: Tensor | None, square: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the intervals of visible keys and of the queries that see a key. The length is that of
-    `reference`: a mask (…, seq, seq), or queries."""
-    length = reference.shape[-1 if square else -2]
-    lengths = Lengths(length, length, is_causal, None, reference.device)
-    rules = ScoreRules(window=window, documents=documents)
-    return key_intervals(rules, lengths), query_intervals(rules, lengths)
+def _computed(graph: Graph, mask: Node | None, of: tuple[Any, Any], rules: MaskRules) -> _Intervals:
+    prefix: Any = None
+    if rules.prefix is not None:
+        assert mask is not None
+        prefix = rules.prefix.constant
+        if not rules.prefix.is_constant:
+            prefix = ConditionTensors(mask, "k").integer(rules.prefix)
+            prefix = graph.call_function(aten.squeeze.dim, (prefix, 1))
+    found = graph.call_function(
+        intervals_of_rules, (*of, rules.is_causal, rules.window, rules.documents, prefix)
+    )
+    parts = [graph.call_function(item, (found, at)) for at in range(2)]
+    if rules.keys != ALWAYS:
+        assert mask is not None
+        shown = ConditionTensors(mask, "k").condition(rules.keys)
+        length = of[0] if of[1] is None else of[1]
+        found = graph.call_function(without_hidden_keys, (parts[0], shown, length, of[1] is None))
+        parts = [graph.call_function(item, (found, at)) for at in range(4)]
+    return _Intervals(*parts)
 
 
 def attention_in_intervals(
@@ -217,14 +297,31 @@ def attention_in_intervals(
     is_causal: bool,
     scale: float | None,
     softcap: float | None,
+    slopes: Tensor | None,
 ) -> Tensor:
     """Compute attention by the Triton kernels."""
     q, k, v = (as_autocast_would(x) for x in (q, k, v))
     q, factor = with_positive_scale(q, 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
     out: Tensor = flash_forward(
-        q, k, v, is_causal, factor, 0, of_keys, of_queries, None, None, None, softcap, None
+        q, k, v, is_causal, factor, 0, of_keys, of_queries, slopes, None, None, softcap, None
     )[0]
     return out
+
+
+def with_hidden_rows(
+    out: Tensor, shown: Tensor | None, of_keys: Tensor | None, values: Tensor | None
+) -> Tensor:
+    """Return the output (batch, heads, seq, d) with that of queries without a visible key, those
+    that are not `shown` or have no interval of keys: zeros, or the mean of values."""
+    if of_keys is not None:
+        seen = of_keys[:, 0] < of_keys[:, 1]
+        shown = seen if shown is None else seen & shown
+    assert shown is not None
+    if values is None:
+        return torch.where(shown[:, None, :, None], out, 0.0)
+    mean = values.mean(-2, keepdim=True, dtype=torch.promote_types(out.dtype, torch.float32))
+    mean = mean.to(out.dtype).repeat_interleave(out.shape[1] // mean.shape[1], 1)
+    return torch.where(shown[:, None, :, None], out, mean)
 
 
 def torch_attention(
@@ -242,99 +339,50 @@ def torch_attention(
         )
 
 
-def _ungrouped(node: Any) -> Any:
-    """Return the heads before each was repeated for a group of queries: `x[:, :, None].expand(…)`
-    flattened, or `repeat_interleave`."""
-    inner = node
-    while calls(inner, *COPIES):
-        inner = inner.args[0]
-    if calls(inner, aten.repeat_interleave.self_int) and argument(inner, 2, "dim") in (1, -3):
-        return inner.args[0]
-    if not calls(inner, aten.reshape.default, aten.view.default, aten._unsafe_view.default):
-        return node
-    expanded = inner.args[0]
-    while calls(expanded, *COPIES):
-        expanded = expanded.args[0]
-    if not calls(expanded, aten.expand.default) or value_of(expanded).dim() != 5:
-        return node
-    single = expanded.args[0]
-    if not is_tensor(single) or value_of(single).dim() != 5 or value_of(single).shape[2] != 1:
-        return node
-    batch, heads, group, *rest = value_of(expanded).shape
-    if tuple(value_of(inner).shape) != (batch, heads * group, *rest):
-        return node
-    if not calls(single, aten.unsqueeze.default) or single.args[1] not in (2, -3):
-        return node
-    source = single.args[0]
-    return source if tuple(value_of(source).shape) == (batch, heads, *rest) else node
-
-
-def _naive(graph: Graph, node: Node) -> _Call | None:
-    """Return the attention whose softmax is this node."""
+def _naive(graph: Graph, node: Node) -> _Call | str | None:
+    """Return the attention whose softmax is this node, why it stays as it is, or None."""
     scores = _softmax_input(node)
-    if scores is None:
+    if scores is None or not _is_of_product(scores):
         return None
     out = _weighted_sum(node)
-    if out is None:
-        return None
+    if not isinstance(out, Node):
+        return out
     found = _scores(scores, node)
     if found is None:
-        return None
-    product, scale, softcap, mask = found
+        return "its scores are computed in a form that is not known"
+    product, scale, softcap, mask, hidden, slopes = found
     if writes_between(product, out):
-        return None
-    operands = _matmul_operands(graph, product)
-    last = _matmul_operands(graph, out)
-    if operands is None or last is None:
-        return None
-    q, k_transposed, order = operands
-    _, v, out_order = last
-    if order is not None or any(value_of(x).dim() != 4 for x in (q, k_transposed, v)):
-        return None
+        return "something is written in place within it"
+    first = product_of(graph, product, of_weights=False)
+    last = product_of(graph, out, of_weights=True)
+    if first is None or last is None or first.layout.order is not None:
+        return "its matmuls are not those of batches of heads"
+    q, v = first.left, last.right
+    with graph.inserting_before(out):
+        k = transposed(graph, first.right)
     rules = MaskRules()
     if mask is not None:
-        lengths = value_of(q).shape[-2] == value_of(k_transposed).shape[-1]
-        from_mask = rules_of_mask(mask) if lengths else None
-        if from_mask is None:
-            return None
-        rules = from_mask
-    with graph.inserting_before(out):
-        k = _transposed(graph, k_transposed)
-    return _Call(q, k, v, out, rules, mask, scale, softcap, out_order)
+        mask = mask_of_scores(graph, mask, product)
+        of_mask = None if mask is None else _rules(mask, q, k)
+        if of_mask is None:
+            return _OPAQUE
+        rules = of_mask
+    if slopes is not None and value_of(product).dim() != 4:
+        return _OPAQUE
+    return _Call(
+        q, k, v, out, rules, mask, scale, softcap, last.layout, slopes, math.isinf(hidden)
+    )  # fmt: skip
 
 
-def _transposed(graph: Graph, node: Any) -> Any:
-    """Return the last two dimensions exchanged."""
-    if calls(node, aten.transpose.int) and {d % 4 for d in node.args[1:]} == {2, 3}:
-        return node.args[0]
-    new = graph.call_function(aten.transpose.int, (node, -2, -1))
-    new.meta["val"] = value_of(node).transpose(-2, -1)
-    return new
-
-
-def _matmul_operands(graph: Graph, node: Node) -> tuple[Any, Any, list[int] | None] | None:
-    """Return the operands of a batched matmul, and the order of its dimensions in the output."""
-    if calls(node, aten.matmul.default):
-        return (*node.args[:2], None)  # type: ignore[return-value]
-    if not calls(node, aten.einsum.default) or len(node.args[1]) != 2:  # type: ignore[arg-type]
-        return None
-    pair = list(node.args[1])  # type: ignore[arg-type]
-    orders = matmul_orders(str(node.args[0]), *(value_of(x).dim() for x in pair))
-    if orders is None:
-        return None
-    with graph.inserting_before(node):
-        left, right = (
-            x if order is None else _permuted(graph, x, order)
-            for x, order in zip(pair, orders[:2], strict=True)
-        )
-    return left, right, orders.out
-
-
-def _permuted(graph: Graph, node: Any, order: list[int]) -> Node:
-    new = graph.call_function(aten.permute.default, (node, order))
-    if is_tensor(node):
-        new.meta["val"] = value_of(node).permute(order)
-    return new
+def _is_of_product(node: Any) -> bool:
+    """Return whether scores are computed from a batched matmul by a few operators."""
+    for _ in range(_MAX_OPERATORS):
+        if calls(node, *PRODUCTS, aten.baddbmm.default):
+            return True
+        if not isinstance(node, Node) or node.op != "call_function" or not node.args:
+            return False
+        node = node.args[1] if calls(node, *_WHERE) else node.args[0]
+    return False
 
 
 def _softmax_input(node: Node) -> Node | None:
@@ -379,14 +427,18 @@ def _is_last(dim: Any, node: Any) -> bool:
     return is_tensor(node) and dim in (-1, value_of(node).dim() - 1)
 
 
-def _weighted_sum(softmax: Node) -> Node | None:
-    """Return the matmul of the weights with the values."""
+def _weighted_sum(softmax: Node) -> Node | str | None:
+    """Return the matmul of the weights with the values, or why it stays as it is."""
     node = softmax
     while len(node.users) == 1:
         (user,) = node.users
-        if _reads_first(user, node) and calls(user, aten.matmul.default, aten.einsum.default):
+        if not _reads_first(user, node):
+            return None
+        if calls(user, *PRODUCTS):
             return user
-        if not _reads_first(user, node) or not (calls(user, *CASTS, *COPIES) or _inactive(user)):
+        if calls(user, aten.dropout.default) and not _inactive(user):
+            return "it has dropout"
+        if not (calls(user, *CASTS, *COPIES) or _inactive(user)):
             return None
         node = user
     return None
@@ -402,13 +454,25 @@ def _inactive(node: Node) -> bool:
     return calls(node, aten.dropout.default) and not (node.args[1] and node.args[2])
 
 
-def _scores(node: Any, user: Node) -> tuple[Node, float, float | None, Node | None] | None:
-    """Return q kᵀ, its factor, the soft cap and the mask that give these scores."""
-    scale, softcap, mask = 1.0, None, None
+def _scores(
+    node: Any, user: Node
+) -> tuple[Node, float, float | None, Node | None, float, Slopes | None] | None:
+    """Return q kᵀ, its factor, the soft cap, the mask that give these scores, the score of a key
+    that the mask hides, and the slopes."""
+    scale, softcap, mask, hidden = 1.0, None, None, -math.inf
+    slopes: Slopes | None = None
     readers = {user} | _readers_of_maximum(node, user)
     while isinstance(node, Node) and set(node.users) <= readers:
-        if calls(node, aten.matmul.default, aten.einsum.default):
-            return node, scale, softcap, mask
+        if calls(node, *PRODUCTS):
+            return node, scale, softcap, mask, hidden, slopes
+        if calls(node, aten.baddbmm.default):
+            added, factor = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+            if not isinstance(factor, int | float) or factor <= 0 or added not in (0, 1):
+                return None
+            if added and (mask is not None or softcap is not None or scale != 1.0):
+                return None
+            bias: Any = node.args[0] if added else mask
+            return node, scale * factor, softcap, bias, hidden, slopes
         readers = {node}
         if softcap is None and (capped := _capped(node)) is not None:
             if scale != 1.0:
@@ -421,8 +485,20 @@ def _scores(node: Any, user: Node) -> tuple[Node, float, float | None, Node | No
             node = node.args[0]
         elif calls(node, *COPIES) or (calls(node, *CASTS) and is_upcast(node)):
             node = node.args[0]
-        elif mask is None and softcap is None and (masked := _masked(node)) is not None:
-            node, mask = masked
+        elif softcap is None and slopes is None and (penalty := _penalty(node)) is not None:
+            node, slopes, hides = penalty
+            slopes = slopes.times(scale)
+            if hides and mask is not None:
+                return None
+            mask = slopes.mask if hides else mask
+        elif softcap is None and (masked := _masked(node)) is not None:
+            if mask is None:
+                node, mask, hidden = masked
+            elif mask.meta["val"].dtype == torch.bool and masked[2] == hidden and _is_boolean(node):
+                mask = beside(node.graph, aten.logical_and.default, masked[1], mask)
+                node = masked[0]
+            else:
+                return None
         else:
             return None
     return None
@@ -437,10 +513,9 @@ def _readers_of_maximum(scores: Any, user: Node) -> set[Node]:
 
 def _factor(node: Node) -> float | None:
     if calls(node, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
-        number = node.args[1]
-        if isinstance(number, int | float) and not isinstance(number, bool) and number:
-            multiplies = node.target in (aten.mul.Tensor, aten.mul.Scalar)
-            return float(number) if multiplies else 1.0 / number
+        number = number_of(node.args[1])
+        if number and len(node.args) == 2 and not node.kwargs:
+            return number if node.target in (aten.mul.Tensor, aten.mul.Scalar) else 1.0 / number
     return None
 
 
@@ -458,34 +533,47 @@ def _capped(node: Node) -> tuple[Any, float] | None:
     return tanh.args[0].args[0], outer
 
 
-def _masked(node: Node) -> tuple[Any, Node] | None:
-    """Return the scores before a mask, and the mask as a node that is True or 0 where a key is
-    visible."""
-    if calls(node, aten.add.Tensor) and len(node.args) == 2:
-        left, right = node.args
-        return (left, right) if is_tensor(right) and is_tensor(left) else None  # type: ignore[return-value]
-    if calls(node, aten.masked_fill.Scalar) and _hides(node.args[2]):
-        return node.args[0], _negation(node, node.args[1])
-    if calls(node, aten.where.self, aten.where.ScalarOther):
-        condition, scores, hidden = node.args
-        if is_tensor(scores) and _hides(hidden):
-            return scores, condition  # type: ignore[return-value]
+def _penalty(node: Node) -> tuple[Any, Slopes, bool] | None:
+    """Return the scores before ALiBi is added, its slopes, and whether it hides keys too."""
+    if not calls(node, aten.add.Tensor) or len(node.args) != 2:
+        return None
+    for scores, bias in (node.args, node.args[::-1]):
+        if is_tensor(bias) and (slopes := slopes_of_mask(bias)) is not None:  # type: ignore[arg-type]
+            return scores, slopes, slopes.visibility[1] is not None
     return None
 
 
-def _hides(value: Any) -> bool:
-    """Return whether a score of that value has no weight next to others."""
-    if isinstance(value, Node):
-        if not calls(value, aten.full.default, aten.scalar_tensor.default):
-            return False
-        value = value.args[-1] if calls(value, aten.full.default) else value.args[0]
-    return isinstance(value, int | float) and value <= HIDDEN
+def _masked(node: Node) -> tuple[Any, Node, float] | None:
+    """Return the scores before a mask, the mask as a node that is True or 0 where a key is visible,
+    and the score of the others, if the mask is boolean."""
+    if calls(node, aten.add.Tensor) and len(node.args) == 2:
+        left, right = node.args
+        if not (is_tensor(right) and is_tensor(left)):
+            return None
+        return left, right, -math.inf  # type: ignore[return-value]
+    if calls(node, aten.masked_fill.Scalar) and (hidden := _hidden(node.args[2])) is not None:
+        return node.args[0], _negation(node, node.args[1]), hidden
+    if calls(node, *_WHERE):
+        condition, scores, other = node.args
+        if is_tensor(scores) and (hidden := _hidden(other)) is not None:
+            return scores, condition, hidden  # type: ignore[return-value]
+    return None
+
+
+def _is_boolean(masked: Node) -> bool:
+    """Return whether scores are masked by a boolean mask, not by adding one."""
+    return not calls(masked, aten.add.Tensor)
+
+
+def _hidden(value: Any) -> float | None:
+    """Return a score that has no weight next to others."""
+    if calls(value, aten.full.default):
+        value = value.args[-1]
+    number = number_of(value)
+    return number if number is not None and number <= HIDDEN else None
 
 
 def _negation(node: Node, mask: Any) -> Any:
     if calls(mask, aten.logical_not.default, aten.bitwise_not.default):
         return mask.args[0]
-    with node.graph.inserting_before(node):
-        new = node.graph.call_function(aten.logical_not.default, (mask,))
-    new.meta["val"] = value_of(mask).logical_not()
-    return new
+    return beside(node.graph, aten.logical_not.default, mask)

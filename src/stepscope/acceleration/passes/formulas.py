@@ -54,9 +54,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class Absolute:
-    """The absolute value of an integer."""
+    """The absolute value of an integer, or minus that."""
 
     of: Linear
+    sign: int = 1
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,26 @@ class Choice:
     if_false: float
 
 
+@dataclass(frozen=True)
+class Weight:
+    """An element of a tensor of floats with unknown values, times a number."""
+
+    load: Load
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """A weight times an integer, where the condition is true; elsewhere a score that hides."""
+
+    weight: Weight
+    distance: Linear | Absolute
+    condition: Condition = ALWAYS
+    hidden: float | None = None
+
+
 Number = Linear | Absolute | Choice | float
-Value = Number | Condition
+Value = Number | Condition | Weight | Penalty
 
 
 def integer(value: int) -> Linear:
@@ -168,6 +187,28 @@ def negated(condition: Condition) -> Condition:
     return Not(condition)
 
 
+def variables(formula: Linear | Condition) -> frozenset[str]:
+    """Return the names of the index variables that a formula depends on."""
+    match formula:
+        case Linear(terms):
+            found = [
+                frozenset([term]) if isinstance(term, str) else _of_load(term) for term, _ in terms
+            ]
+        case AtMostZero(value) | Zero(value):
+            found = [variables(value)]
+        case Flag(load):
+            found = [_of_load(load)]
+        case Not(of):
+            found = [variables(of)]
+        case Both(parts) | Either(parts):
+            found = [variables(part) for part in parts]
+    return frozenset().union(*found)
+
+
+def _of_load(load: Load) -> frozenset[str]:
+    return frozenset().union(*map(variables, load.index))
+
+
 def compared(name: str, left: Number, right: Number) -> Condition | None:
     """Return the condition of a comparison: "lt", "le", "gt", "ge", "eq" or "ne"."""
     if name in ("gt", "ge"):
@@ -177,6 +218,8 @@ def compared(name: str, left: Number, right: Number) -> Condition | None:
         return None if equal is None else negated(equal)
     if isinstance(left, Choice) or isinstance(right, Choice):
         return _compared_choice(name, left, right)
+    if any(isinstance(x, Absolute) and x.sign < 0 for x in (left, right)):
+        return None
     if name != "eq" and isinstance(left, Absolute) and isinstance(right, Linear):
         bound = right - integer(1) if name == "lt" else right
         return both(at_most_zero(left.of - bound), at_most_zero(left.of.times(-1) - bound))

@@ -17,6 +17,7 @@ from stepscope.acceleration.passes.matching import (
     Applied,
     Left,
     Outcome,
+    added,
     argument,
     calls,
     calls_of,
@@ -51,13 +52,15 @@ def _fuse(graph: Graph, loss: Node) -> Outcome:
     assert not isinstance(chain, str)
     linear, *between = chain
     with graph.inserting_before(loss):
-        rows: Any = linear.args[0]
+        rows: Any
+        rows, weight, bias = _operands(linear)
         for node in between:
             rows = _on_rows(graph, node, rows)
         new = graph.call_function(
             loss_operator,
-            (rows, linear.args[1], loss.args[1]),
+            (rows, weight, loss.args[1]),
             {
+                "bias": bias,
                 "ignore_index": argument(loss, 4, "ignore_index", -100),
                 "reduction": _REDUCTIONS[argument(loss, 3, "reduction", 1)],
             },
@@ -78,20 +81,22 @@ def _chain(loss: Node) -> list[Node] | str:
         if not only_use(node, user):
             return "its logits are used elsewhere"
         nodes.insert(0, node)
-        if calls(node, aten.linear.default):
+        if node.op != "call_function":
+            return "its logits come from outside of the graph"
+        if calls(node, aten.linear.default, aten.matmul.default, aten.einsum.default):
             return nodes
         if not calls(node, *CASTS, *COPIES) and not _is_view(node):
             return f"its logits are computed by {node.target}"
         user, node = node, node.args[0]
-    return "its logits come from outside of the graph"
+    return "its logits are not a tensor"
 
 
 def _unsupported(loss: Node, chain: list[Node]) -> str | None:
     linear, *between = chain
     if writes_between(linear, loss):
         return "something is written in place before the loss"
-    if argument(linear, 2, "bias") is not None:
-        return "the linear layer has a bias"
+    if not _is_linear(linear):
+        return f"its logits are computed by {linear.target}"
     if argument(loss, 2, "weight") is not None:
         return "classes have weights"
     if argument(loss, 3, "reduction", 1) not in _REDUCTIONS:
@@ -111,6 +116,42 @@ def _unsupported(loss: Node, chain: list[Node]) -> str | None:
         if _is_view(node) and not calls(node, *COPIES) and not _leaves_columns(node):
             return f"{node.target} moves the columns of logits"
     return None
+
+
+def _is_linear(node: Node) -> bool:
+    """Return whether an operator multiplies rows by a matrix (vocab, d), or by (d, vocab)."""
+    if calls(node, aten.linear.default):
+        return value_of(node.args[1]).dim() == 2
+    if calls(node, aten.einsum.default):
+        return _order_of_weight(node) is not None
+    left, right = (value_of(x).dim() for x in node.args)
+    return left >= 2 and right == 2
+
+
+def _order_of_weight(einsum: Node) -> list[int] | None:
+    """Return the order of the dimensions of the weight in which it is (vocab, d)."""
+    equation, operands = str(einsum.args[0]).replace(" ", ""), einsum.args[1]
+    inputs, _, out = equation.partition("->")
+    rows, _, weight = inputs.partition(",")
+    if len(operands) != 2 or len(weight) != 2 or not rows or not out:  # type: ignore[arg-type]
+        return None
+    vocab, d = out[-1], rows[-1]
+    is_linear = rows[:-1] == out[:-1] and vocab not in rows and d not in out
+    return [weight.index(vocab), weight.index(d)] if is_linear and {vocab, d} == {*weight} else None
+
+
+def _operands(node: Node) -> tuple[Any, Any, Any]:
+    """Return the rows, the weight (vocab, d) and the bias of a linear layer."""
+    if calls(node, aten.linear.default):
+        return node.args[0], node.args[1], argument(node, 2, "bias")
+    pair: Any = node.args
+    order: list[int] | None = [1, 0]
+    if calls(node, aten.einsum.default):
+        pair, order = node.args[1], _order_of_weight(node)
+    rows, weight = pair
+    if order == [1, 0]:
+        weight = node.graph.call_function(aten.t.default, (weight,))
+    return rows, weight, None
 
 
 def _is_view(node: Node) -> bool:
@@ -141,10 +182,7 @@ def _on_rows(graph: Graph, node: Node, rows: Node) -> Node:
     if calls(node, *CASTS, *COPIES):
         return rows
     target, args, kwargs = _on_width(node, rows, value_of(rows).shape[-1])
-    new = graph.call_function(target, args, kwargs)
-    with fake_mode():
-        new.meta["val"] = _evaluated(target, args, kwargs)
-    return new
+    return added(graph, target, *args, **kwargs)
 
 
 def _on_width(node: Node, rows: Any, width: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

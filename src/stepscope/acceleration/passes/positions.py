@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from stepscope.acceleration.passes.formulas import (
     Linear,
     Load,
     Not,
+    Penalty,
     Value,
+    Weight,
     Zero,
     as_float,
     at_most_zero,
@@ -33,12 +36,14 @@ from stepscope.acceleration.passes.formulas import (
     negated,
     variable,
 )
-from stepscope.acceleration.passes.matching import memory_of, written_memory
+from stepscope.acceleration.passes.matching import memory_of, number_of, written_memory
 
 aten = torch.ops.aten
 Index = tuple[Linear, ...]
 HIDDEN = -1e8
 """A score from which on a key has no weight next to one with a usual score."""
+_NARROW = (torch.uint8, torch.int8, torch.int16)
+"""Integers whose sums may wrap around."""
 _MAX_NODES = 400
 """Nodes visited for one mask: a mask from positions has a few dozen."""
 
@@ -47,10 +52,18 @@ class UnknownValueError(Exception):
     """A value does not follow from positions."""
 
 
-def condition_of(mask: Node) -> Condition | None:
-    """Return where a boolean mask is True, or where an additive mask is zero, as a formula of the
-    variables b, h, q and k, which index its last four dimensions; None if it does not follow from
-    positions alone."""
+def visibility_of(mask: Node) -> tuple[Condition, float | None] | None:
+    """Return where a mask shows keys, and the score that it adds elsewhere, None if it is boolean.
+    Nothing is returned if it is not known."""
+    value = formula_of(mask)
+    if isinstance(value, Choice):
+        return _zero_or_hidden(value)
+    return (value, None) if _is_condition(value) else None  # type: ignore[return-value]
+
+
+def formula_of(mask: Node) -> Value | None:
+    """Return an element of a mask as a formula of the variables b, h, q and k, which index its last
+    four dimensions, or None if it is not known."""
     names = ("b", "h", "q", "k")
     shape = shape_of(mask)
     if not 2 <= len(shape) <= 4:
@@ -60,20 +73,17 @@ def condition_of(mask: Node) -> Condition | None:
         for name, size in zip(names[4 - len(shape) :], shape, strict=True)
     )
     try:
-        value = _Evaluation(mask.graph).value(mask, index)
+        return _Evaluation(mask.graph).value(mask, index)
     except UnknownValueError:
         return None
-    if isinstance(value, Choice):
-        return _zero_or_hidden(value)
-    return value if _is_condition(value) else None  # type: ignore[return-value]
 
 
-def _zero_or_hidden(value: Choice) -> Condition | None:
+def _zero_or_hidden(value: Choice) -> tuple[Condition, float] | None:
     """Return where an additive mask is 0, if it hides keys elsewhere."""
     if value.if_true == 0.0 and value.if_false <= HIDDEN:
-        return value.condition
+        return value.condition, value.if_false
     if value.if_false == 0.0 and value.if_true <= HIDDEN:
-        return negated(value.condition)
+        return negated(value.condition), value.if_true
     return None
 
 
@@ -106,6 +116,8 @@ class _Evaluation:
         self._visited += 1
         if self._visited > _MAX_NODES or memory_of(node)[-1] in self._written:
             raise UnknownValueError
+        if not shape_of(node) and (number := number_of(node)) is not None:
+            return _constant(number)
         rule = _RULES.get(node.target) if node.op == "call_function" else None
         if rule is not None:
             try:
@@ -137,13 +149,15 @@ def _constant(value: Any) -> Value:
 
 
 def _loaded(node: Node, index: Index) -> Value:
-    if not isinstance(node.meta.get("val"), torch.Tensor):
-        raise UnknownValueError
+    if not isinstance(node.meta.get("val"), torch.Tensor) or node.op == "get_attr":
+        raise UnknownValueError  # Constants are read by a copy.
     load = Load(node, index)
     dtype = dtype_of(node)
     if dtype == torch.bool:
         return Flag(load)
-    if dtype.is_floating_point or dtype.is_complex:
+    if dtype.is_floating_point:
+        return Weight(load)
+    if dtype.is_complex:
         raise UnknownValueError
     return Linear.of({load: 1})
 
@@ -218,6 +232,10 @@ def _cast(by: _Evaluation, node: Node, index: Index) -> Value:
         if nonzero is None:
             raise UnknownValueError
         return nonzero
+    if isinstance(value, Weight | Penalty) and not dtype_of(node).is_floating_point:
+        raise UnknownValueError
+    if dtype_of(node) in _NARROW and isinstance(value, Linear) and not value.is_constant:
+        raise UnknownValueError
     return value
 
 
@@ -305,6 +323,8 @@ def _is_plain(value: Linear) -> bool:
 
 
 def _numbers(by: _Evaluation, node: Node, index: Index) -> list[Value]:
+    if dtype_of(node) in _NARROW:
+        raise UnknownValueError
     return [by.operand(x, node, index) for x in node.args[:2]]
 
 
@@ -315,8 +335,17 @@ def _add(by: _Evaluation, node: Node, index: Index) -> Value:
     left, right = _numbers(by, node, index)
     if node.target is aten.rsub.Scalar:
         left, right = right, left
-    subtracts = node.target not in (aten.add.Tensor, aten.add.Scalar)
-    return _combined(left, right, lambda a, b: a - b if subtracts else a + b)
+    for one, other in ((left, right), (right, left)):
+        if isinstance(one, Penalty) and isinstance(other, Choice) and _is_addition(node):
+            shown = _zero_or_hidden(other)
+            if shown is None or one.hidden is not None:
+                raise UnknownValueError
+            return replace(one, condition=shown[0], hidden=shown[1])
+    return _combined(left, right, lambda a, b: a + b if _is_addition(node) else a - b)
+
+
+def _is_addition(node: Node) -> bool:
+    return node.target in (aten.add.Tensor, aten.add.Scalar)
 
 
 @_rule(aten.mul.Tensor, aten.mul.Scalar)
@@ -324,11 +353,32 @@ def _mul(by: _Evaluation, node: Node, index: Index) -> Value:
     left, right = _numbers(by, node, index)
     if _is_condition(left) and _is_condition(right):
         return both(left, right)  # type: ignore[arg-type]
+    if isinstance(right, Weight | Penalty):
+        left, right = right, left
+    if isinstance(left, Weight | Penalty):
+        return _weighted(left, right)
     if isinstance(right, Linear) and not right.is_constant:
         left, right = right, left
     if isinstance(left, Linear) and isinstance(right, Linear) and right.is_constant:
         return left.times(right.constant)
+    pair = [x for x in (left, right) if isinstance(x, Choice) and x.if_false == 0.0]
+    if len(pair) == 2 and all(math.isfinite(x.if_true) for x in pair):
+        condition = both(pair[0].condition, pair[1].condition)
+        return Choice(condition, pair[0].if_true * pair[1].if_true, 0.0)
     return _combined(left, right, lambda a, b: a * b)
+
+
+def _weighted(left: Weight | Penalty, right: Value) -> Value:
+    """Return the product of a weight and a number or distance."""
+    number = as_float(right)
+    if isinstance(left, Weight):
+        if number is not None:
+            return Weight(left.load, left.factor * number)
+        if isinstance(right, Linear | Absolute):
+            return Penalty(left, right)
+    elif number is not None and left.hidden is None:
+        return replace(left, weight=replace(left.weight, factor=left.weight.factor * number))
+    raise UnknownValueError
 
 
 def _combined(left: Value, right: Value, operation: Callable[[Any, Any], Any]) -> Value:
@@ -358,7 +408,12 @@ def _choice(condition: Condition, if_true: float, if_false: float) -> Choice:
 
 @_rule(aten.neg.default)
 def _negative(by: _Evaluation, node: Node, index: Index) -> Value:
-    return _combined(integer(0), by.value(node.args[0], index), lambda a, b: a - b)
+    value = by.value(node.args[0], index)
+    if isinstance(value, Weight | Penalty):
+        return _weighted(value, -1.0)
+    if isinstance(value, Absolute):
+        return replace(value, sign=-value.sign)
+    return _combined(integer(0), value, lambda a, b: a - b)
 
 
 @_rule(aten.abs.default)
@@ -421,6 +476,13 @@ def _masked_fill(by: _Evaluation, node: Node, index: Index) -> Value:
 def _chosen(condition: Value, if_true: Value, if_false: Value) -> Value:
     if not _is_condition(condition):
         raise UnknownValueError
+    for one, other, shown in ((if_true, if_false, condition), (if_false, if_true, None)):
+        hidden = as_float(other)
+        if isinstance(one, Penalty) and one.hidden is None and hidden is not None:
+            if hidden > HIDDEN:
+                raise UnknownValueError
+            where: Any = condition if shown is not None else negated(condition)  # type: ignore[arg-type]
+            return replace(one, condition=where, hidden=hidden)
     value = chosen(condition, if_true, if_false)  # type: ignore[arg-type]
     if value is None:
         raise UnknownValueError
