@@ -69,7 +69,8 @@ class Regrets(NamedTuple):
     by_run: dict[str, list[Regret]]
     """By the commit of a run, whose rule was not fitted to it but for the first."""
     present: list[float]
-    """Of the present rule, applied to the times of all runs."""
+    """Of the present rule, which the last run measured, applied to the times of the runs before it,
+    to which it is fitted."""
 
     @property
     def last(self) -> list[Regret]:
@@ -79,7 +80,8 @@ class Regrets(NamedTuple):
 def regrets_of(lines: list[dict[str, Any]]) -> Regrets:
     runs = {commit: [one for one in lines if one["commit"] == commit] for commit in _commits(lines)}
     by_run = {commit: regrets(run) for commit, run in runs.items()}
-    return Regrets(by_run, ruled_regrets(lines))
+    *fitted, _ = runs.values()
+    return Regrets(by_run, ruled_regrets([line for run in fitted for line in run]))
 
 
 def quantile(values: Iterable[float], share: float) -> float:
@@ -122,20 +124,19 @@ def _of_regret(results: Path) -> list[str]:
         " chooses, which run the same code; where it was far behind at first, these are few calls"
         " and take longer than many. Noise: the difference between these two times, 5th to 95th"
         " percentile. The rule of the first run was set by 118 of its 200 shapes; those of the"
-        " later runs were set by the runs before them alone. The present rule is fitted to all"
-        " runs.",
+        " later runs were set by the runs before them alone. The last run measured the present"
+        " rule.",
     )
     present = of_all.present
     text = (
         f"`python benchmarks/attention_regret.py`, `results/{REGRETS}`, {lines[0]['device']}. The"
-        f" present rule, applied to the times of all runs:"
+        f" present rule, applied to the times of the runs that it is fitted to:"
         f" {percent(quantile(present, 0.95))} at the 95th percentile,"
-        f" {percent(max(present))} at worst ({len(present)} shapes, to which it is fitted; `python"
-        " scripts/fit_attention_rule.py` tests it on runs that it was not fitted to). It was not"
-        " measured on new shapes: `python benchmarks/attention_regret.py --seed 3 --out FILE`."
+        f" {percent(max(present))} at worst ({len(present)} shapes). `python"
+        " scripts/fit_attention_rule.py` tests it on each run with a fit to the others."
     )
     answer = (
-        f"- Over {len(of_all.last)} random shapes that the rule then in force was not fitted to,"
+        f"- Over {len(of_all.last)} random shapes that the rule was not fitted to,"
         f" calls of `auto` were at most {percent(quantile((r.of_auto for r in of_all.last), 0.95))}"
         " slower than the fastest implementation in 95 % of them, and"
         f" {percent(max(r.of_auto for r in of_all.last))} at worst; by the calls of the"

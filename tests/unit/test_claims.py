@@ -266,10 +266,10 @@ def test_cudnn_is_the_fastest_of_torch_s_attention() -> None:
 
 
 def test_the_regret_of_auto_is_that_of_its_own_calls() -> None:
-    last = [line for line in lines("attention-regret_h200.jsonl") if line["seed"] == 2]
+    last = [line for line in lines("attention-regret_h200.jsonl") if line["seed"] == 3]
     auto, choice = [], []
     for line in last:
-        fastest = min(us for form, us in line["us"].items() if form != "auto")
+        fastest = min(line["us"][form] for form in line["timed"] if form != "auto")
         auto.append(max(0.0, line["us"]["auto"] / fastest - 1))
         choice.append(line["us"][line["chosen"]] / fastest - 1)
     for name, values in (("auto", auto), ("choice", choice)):
