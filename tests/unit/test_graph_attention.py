@@ -431,6 +431,17 @@ def broadcast_batches(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k[:1].mT).softmax(-1) @ v[:1]
 
 
+def broadcast_by_the_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    shown = (padded() != 0)[:, None, None].index_fill(0, torch.tensor(3), True)
+    return (q[:1] @ k[:1].mT).masked_fill(~shown, -torch.inf).softmax(-1) @ v
+
+
+def alibi_with_a_prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    shown = (distance() >= 0) | (torch.arange(LENGTH) < 4)
+    scores = q @ k.mT + -distance() * slopes()
+    return scores.masked_fill(~shown, -torch.inf).softmax(-1) @ v
+
+
 def weights_read_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     weights = softmaxed(q, k)
     return weights @ v + weights.mean()
@@ -449,6 +460,8 @@ def test_other_forms_stay() -> None:
         scale_of_each_head: unknown,
         changed_number: unknown,
         broadcast_batches: "its batches are broadcast",
+        broadcast_by_the_mask: "its batches are broadcast",
+        alibi_with_a_prefix: "its ALiBi has padding or no causal mask",
         weights_read_twice: None,
         mask_of_each_group: "its mask does not follow from positions and padding",
     }

@@ -252,10 +252,18 @@ def written_through_a_view(ids: Tensor) -> Tensor:
     return mask
 
 
+def written_through_a_part(ids: Tensor) -> Tensor:
+    masks = causal(ids)[None].clone()
+    (first,) = masks.unbind(0)
+    first.logical_not_()
+    return masks[0]
+
+
 @pytest.mark.parametrize(
     "mask",
     [
-        written_later, written_through_a_view, documents_in_any_order, other_tensor,
+        written_through_a_part, written_later, written_through_a_view, documents_in_any_order,
+        other_tensor,
         strictly_earlier, next_token_too, anti_causal_window, every_second, by_head, soft, shifted,
         wraps_around, finite_padding, prefix_in_a_window, prefix_by_position,
     ],

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
@@ -279,6 +280,8 @@ def written_arguments(node: Node) -> list[Node]:
 
 def shared_arguments(node: Node) -> list[Node]:
     """Return the inputs whose memory the output of an operator may share."""
+    if node.target is operator.getitem:  # Such as a part of `chunk`.
+        return node.all_input_nodes[:1]
     return _aliased(node, writes=False) or _aliased(node, writes=True)
 
 

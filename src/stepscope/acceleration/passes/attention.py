@@ -71,6 +71,7 @@ _SDPA = aten.scaled_dot_product_attention.default
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
 _WHERE = (aten.where.self, aten.where.ScalarOther)
 _OPAQUE = "its mask does not follow from positions and padding"
+_BROADCAST = "its batches are broadcast"
 _MAX_OPERATORS = 12
 """Operators between q kᵀ and its softmax."""
 _CUDNN_FIRST = [
@@ -164,11 +165,13 @@ def _rewrite(
         rules = replace(rules, window=None)
     by_kernels = _kernels_support(call) if kernels is None else kernels
     shapes = [value_of(x).shape for x in (call.q, call.k, call.v)]
-    if any(x[0] != shapes[0][0] or shapes[0][1] % x[1] for x in shapes):
-        return Left(NAME, "its batches are broadcast", line_of(call.out))
+    of_sdpa = [value_of(call.out).shape] if call.out.target is _SDPA else []
+    if any(x[0] != shapes[0][0] or shapes[0][1] % x[1] for x in [*shapes, *of_sdpa]):
+        return Left(NAME, _BROADCAST, line_of(call.out))
     needs_kernel = any((rules.needs_intervals, call.softcap is not None, call.slopes is not None))
     if call.slopes is not None and (
-        rules.keys != ALWAYS or (call.slopes.needs_causal and not rules.is_causal)
+        rules.keys != ALWAYS
+        or (call.slopes.needs_causal and (rules.prefix is not None or not rules.is_causal))
     ):
         return Left(NAME, "its ALiBi has padding or no causal mask", line_of(call.out))
     if needs_kernel and not by_kernels:
@@ -351,6 +354,8 @@ def _naive(graph: Graph, node: Node) -> _Call | str | None:
     if found is None:
         return "its scores are computed in a form that is not known"
     product, scale, softcap, mask, hidden, slopes = found
+    if value_of(scores).shape != value_of(product).shape:
+        return _BROADCAST
     if writes_between(product, out):
         return "something is written in place within it"
     first = product_of(graph, product, of_weights=False)

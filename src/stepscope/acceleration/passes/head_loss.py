@@ -161,6 +161,7 @@ def _is_view(node: Node) -> bool:
         sources == [node.args[0]]
         and not calls(node, aten.as_strided.default)
         and is_tensor(node)
+        and is_tensor(sources[0])
         and value_of(node).dtype == value_of(sources[0]).dtype
     )
 

@@ -44,6 +44,7 @@ def _is_read_as_written(node: Node) -> bool:
     return (
         written_arguments(node) == [written]
         and written.op == "call_function"
+        and hasattr(written.target, "_schema")
         and not shared_arguments(written)
         and not any(user < node and written in shared_arguments(user) for user in written.users)
     )
