@@ -25,6 +25,8 @@ SPEEDS = "acceleration_h200.jsonl"
 BEGIN_SPEEDS = "<!-- speeds: benchmarks/acceleration.py -->"
 STARTS = "acceleration-start_h200.jsonl"
 BEGIN_STARTS = "<!-- first steps: benchmarks/acceleration.py -->"
+GRAPHS = "acceleration-graph_h200.jsonl"
+BEGIN_GRAPHS = "<!-- graphs: benchmarks/acceleration.py -->"
 _MODELS = {
     "hf_llama_1b": "Hugging Face Llama 1B, 4 × 2048",
     "hf_llama_1b_short": "Hugging Face Llama 1B, 1 × 512",
@@ -32,6 +34,7 @@ _MODELS = {
     "qwen2_0.5b": "Hugging Face Qwen2 0.5B, 4 × 2048",
     "gpt2": "Hugging Face GPT-2, 8 × 1024",
     "timm_vit_b16": "timm ViT-B/16, 128 images",
+    "own_decoder": "own classes (q and k normed, soft-capped logits), 8 × 2048",
     "cs336_medium": "own classes (CS336 medium), 8 × 512",
     "own_small": "TransformerLM small, 4 × 512",
     "own_xl": "TransformerLM xl, 4 × 512",
@@ -40,6 +43,7 @@ _FORMS = {
     "compile": "torch.compile",
     "compile-blocks": "torch.compile of blocks",
     "compile-reduce-overhead": "torch.compile, reduce-overhead",
+    "compile-blocks-cudnn": "torch.compile of blocks, cuDNN attention",
     "liger": "Liger",
 }
 _PLAIN, _STEPSCOPE = "plain", "stepscope"
@@ -49,13 +53,39 @@ Line = dict[str, Any]
 
 def with_tables(page: str, results: Path) -> str:
     """Return the page with the lines between the comments regenerated."""
-    speeds, starts = (
+    speeds, starts, graphs = (
         [json.loads(line) for line in (results / name).read_text().splitlines()]
-        for name in (SPEEDS, STARTS)
+        for name in (SPEEDS, STARTS, GRAPHS)
     )
     page = with_versions(with_matrix(page, results), results)
     page = replaced(page, BEGIN_SPEEDS, _speeds(speeds))
+    page = replaced(page, BEGIN_GRAPHS, _graphs(graphs))
     return replaced(page, BEGIN_STARTS, _starts(starts))
+
+
+def _graphs(lines: list[Line]) -> str:
+    """Return the table of the forms of `compile=True`, with all passes."""
+
+    def ms(row: str, form: str) -> float | None:
+        times = _values([one for one in lines if one["row"] == row], form, "median_ms")
+        return statistics.median(times) if times else None
+
+    def baseline(row: str) -> tuple[float, str]:
+        return min((time, form) for form in _FORMS if (time := ms(row, form)) is not None)
+
+    columns = [
+        col("model, batch", lambda row: _MODELS[row]),
+        col("fastest baseline", lambda row: _FORMS[baseline(row)[1]]),
+        col("baseline", lambda row: baseline(row)[0], unit="ms"),
+        col("compiled with passes", lambda row: ms(row, "stepscope-compile-passes"), unit="ms"),
+        col("in one region", lambda row: ms(row, "stepscope-compile-one-region"), unit="ms"),
+        col("modules replaced", lambda row: ms(row, _STEPSCOPE), unit="ms"),
+    ]
+    text = markdown(table("graphs", "", list(dict.fromkeys(x["row"] for x in lines)), columns))
+    return (
+        f"{text.strip()}\n\nRecords: `results/{GRAPHS}` (NVIDIA H200). Each model in one process,"
+        " but Llama's compiled form, which is of another one."
+    )
 
 
 def with_matrix(page: str, results: Path) -> str:

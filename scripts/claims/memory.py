@@ -9,9 +9,11 @@ from statistics import median
 from claims.records import Claim, lines_of
 from stepscope.report.format import number
 
+RECORDS = ("memory-prediction.jsonl", "memory-predictions.jsonl")
+
 
 def _errors(results: Path) -> list[float]:
-    return [abs(line["error"]) for line in lines_of(results / "memory-prediction.jsonl")]
+    return [abs(line["error"]) for name in RECORDS for line in lines_of(results / name)]
 
 
 def _percent(error: float) -> str:
