@@ -103,9 +103,10 @@ def clamped(x: Tensor, number: float) -> Tensor:
 def test_a_number_that_becomes_a_constant_is_that_of_each_call() -> None:
     first, *later = schedule(clamped, 3)
     assert len(first.applied) == 3
-    assert {x.failure for x in later} == {
-        "RuntimeError: a number that changes is an argument of aten.clamp.default"
-    }
+    # torch 2.11 compiles each call with its constant.
+    assert {x.failure for x in later} <= {
+        "RuntimeError: a number that changes is an argument of aten.clamp.default", None
+    }  # fmt: skip
 
 
 def in_place_and_swapped(x: Tensor, number: float) -> Tensor:
