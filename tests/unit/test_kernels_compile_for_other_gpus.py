@@ -18,8 +18,9 @@ from command_line import python
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("kernels/triton", "optim")
-SHARED_KIB = {"cuda:80": 163, "cuda:86": 99, "cuda:89": 99, "cuda:100": 227, "hip:gfx942": 64}
-"""Shared memory of a program at most."""
+SHARED_KIB = {"cuda:86": 99, "cuda:89": 99, "cuda:100": 227, "hip:gfx942": 64}
+"""Shared memory of a program at most. Compute capability 8.0 has the instructions of 8.6 and more
+shared memory."""
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="Triton needs Linux")
 
@@ -50,7 +51,7 @@ def test_fused_kernels_fit(tmp_path: Path) -> None:
     casts = {"fp8_cast_kernel"}  # Its dtypes exist from compute capability 8.9 on.
     for target in ("cuda:89", "cuda:100"):
         assert compiled[target] == launched_kernels()
-    for target in ("cuda:80", "cuda:86", "hip:gfx942"):
+    for target in ("cuda:86", "hip:gfx942"):
         assert compiled[target] == launched_kernels() - casts
 
 
