@@ -26,6 +26,9 @@ if not torch.cuda.is_available():
     # Tests run in parallel: more threads than cores spin in OpenMP's barriers, which doubles the
     # CPU time of everything that is timed.
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+    # Inductor compiles a program for each vector instruction set of the CPU to see which work, and
+    # its vectorized kernels include long headers: 11 s of CPU time before the first kernel.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 # Tests run in parallel: a command that waits for an idle machine would never begin.
 os.environ["STEPSCOPE_WAIT"] = "0"

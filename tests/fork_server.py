@@ -58,6 +58,8 @@ _ROOTS = (
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.optim",
     "torch.profiler",
     "matplotlib.figure",
     "matplotlib.backends.backend_svg",

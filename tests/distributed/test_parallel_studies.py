@@ -32,8 +32,9 @@ def test_every_strategy_of_averaging_gradients_is_timed() -> None:
     study = find_study("ddp")
     # A bucket of 200 MiB is as that of 100 MiB, with all gradients.
     flags = study.flags(
-        size=("tiny",), context=(16,), bucket_mb=(0.1, 100.0, 200.0), rounds=3, ranks=(2,)
-    )
+        size=("tiny",), context=(16,), vocab=256, bucket_mb=(0.1, 100.0, 200.0), rounds=3,
+        ranks=(2,),
+    )  # fmt: skip
     (case,) = study.cases(flags)
     measured = study.measure(case, QuietBench())
     steps = {(s.variant, s.rank) for s in measured.series if s.name == "step"}
@@ -48,7 +49,7 @@ def test_every_strategy_of_averaging_gradients_is_timed() -> None:
     )
     assert steps == {(strategy, rank) for strategy in strategies for rank in (0, 1)}
     assert all(len(series.values) == 3 for series in measured.series)
-    assert value_of(measured.quantities, "gradient_bytes") == 4 * 3_084_928
+    assert value_of(measured.quantities, "gradient_bytes") == 4 * 590_464
     sent = {
         name: value_of(measured.quantities, "reductions", variant=name) for name in strategies[1:5]
     }
@@ -69,7 +70,7 @@ def test_every_strategy_of_averaging_gradients_is_timed() -> None:
 
 def test_sharded_state_is_counted_on_every_rank() -> None:
     study = find_study("sharding")
-    (case,) = study.cases(study.flags(size=("tiny",), context=16, rounds=2, ranks=(2,)))
+    (case,) = study.cases(study.flags(size=("tiny",), context=16, vocab=256, rounds=2, ranks=(2,)))
     measured = study.measure(case, QuietBench())
     quantities = measured.quantities
     unsharded = value_of(quantities, "state", variant="unsharded")
@@ -99,7 +100,7 @@ def test_sharded_state_is_counted_on_every_rank() -> None:
 
 def test_fully_sharded_memory_is_close_to_an_equal_share() -> None:
     study = find_study("fsdp")
-    flags = study.flags(size=("tiny",), context=16, rounds=2, ranks=(3,), batch=3)
+    flags = study.flags(size=("tiny",), context=16, vocab=256, rounds=2, ranks=(3,), batch=3)
     (case,) = study.cases(flags)
     measured = study.measure(case, QuietBench())
     quantities = measured.quantities

@@ -35,6 +35,7 @@ def test_every_strategy_is_run_with_real_compute_and_predicted() -> None:
     flags = study.flags(
         size=("tiny",),
         context=(8,),
+        vocab=256,
         batch=(1,),
         steps=2,
         check_ranks=(2,),
@@ -71,6 +72,8 @@ def test_recording_check_with_waiting_ranks_and_page(tmp_path: Path) -> None:
         "tiny",
         "--context",
         "8",
+        "--vocab",
+        "256",
         "--batch",
         "1",
         "--steps",
@@ -102,5 +105,5 @@ def test_recording_check_with_waiting_ranks_and_page(tmp_path: Path) -> None:
     assert rehearsed.returncode == 0, rehearsed.stderr
     (facts,) = json.loads(rehearsed.stdout)["rehearsals"]
     assert facts["case"] == recorded.case
-    assert facts["gradient_bytes"] == 12_339_712
+    assert facts["gradient_bytes"] == 4 * 590_464
     assert "Predicted overlap" in (cli.out / "rehearsal.html").read_text()

@@ -17,8 +17,9 @@ from stepscope.measure.device import CudaDevice, pick_device
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    folder = f"{Path(__file__).parent}{os.sep}"
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if str(item.path).startswith(folder):
             item.add_marker(pytest.mark.gpu)
             item.add_marker(without_gpu)
 

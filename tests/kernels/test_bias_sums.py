@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import stepscope
 from nano_gpt import NanoGPT
+from pairwise import pairwise
 from stepscope.kernels import matmul
 from stepscope.kernels.matmul import fused_linear
 from stepscope.kernels.norm import normed_sum, plain_layer_norm, plain_rms_norm, sum_before_norm
@@ -73,11 +74,15 @@ def drawn(rows: int, d: int) -> list[Tensor]:
             draw(d, seed=4)]  # fmt: skip
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["within a block", "from block to block"])
-@pytest.mark.parametrize("centered", [False, True], ids=["RMSNorm", "LayerNorm"])
-@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen norm"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(("rows", "d"), [(1, 3), (13, 40)])
+@pairwise(
+    {
+        "rows, d": [(1, 3), (13, 40)],
+        "dtype": [torch.float32, torch.float16],
+        "frozen": [False, True],
+        "centered": [False, True],
+        "early": [False, True],
+    }
+)
 def test_sums_of_the_branch(
     rows: int, d: int, dtype: torch.dtype, frozen: bool, centered: bool, early: bool,
     separate: list[bool],

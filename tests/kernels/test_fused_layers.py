@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from accuracy import hold_to_policy
+from pairwise import pairwise
 from stepscope.kernels import add_rms_norm, rms_norm, rotated_heads_, swiglu
 from stepscope.kernels.activation import PLAIN
 from stepscope.kernels.norm import (
@@ -164,9 +165,9 @@ def test_norm_alone(dtype: torch.dtype, launches: list[str]) -> None:
     assert launches == ["norm forward", "norm backward"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize(("rows", "d"), [(1, 2), (3, 16), (11, 100), (5, 1600)])
+@pairwise({
+    "rows, d": [(1, 2), (3, 16), (11, 100), (5, 1600)], "bias": [True, False], "dtype": DTYPES,
+})  # fmt: skip
 def test_layer_norm(rows: int, d: int, bias: bool, dtype: torch.dtype, launches: list[str]) -> None:
     # A mean of the size of the deviation, so that centering matters.
     inputs = [1 + draw(2, rows, d, dtype=dtype), 1 + 0.1 * draw(d, dtype=dtype, seed=1)]
@@ -268,9 +269,7 @@ def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype, launches: list[str])
     assert launches == ["activation forward", "activation backward"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", PLAIN)
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pairwise({"activation": PLAIN, "gated": [False, True], "dtype": DTYPES})
 def test_activations(activation: str, gated: bool, dtype: torch.dtype) -> None:
     """Of the halves of one tensor, with the sum of the gradient over the rows."""
     rows, width = 19, 1100

@@ -16,6 +16,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from accuracy import hold_to_policy
+from pairwise import pairwise
 from stepscope.acceleration.optimizer import FusedUpdate, fuse_optimizer
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.optim import FusedAdamW
@@ -377,9 +378,7 @@ class TestGradScaler:
         gradients = [parameter.grad for parameter in params]
         return params, gradients, steps, scaler.get_scale()
 
-    @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
-    @pytest.mark.parametrize("prepared", [False, True], ids=["eager", "prepared"])
-    @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+    @pairwise({"flags": FLAGS.values(), "prepared": [False, True], "unscale": [False, True]})
     def test_matches_torch(self, flags: dict[str, Any], prepared: bool, unscale: bool) -> None:
         ours = self.run(True, prepared, unscale, flags)
         theirs = self.run(False, False, unscale, flags)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from accuracy import hold_to_policy, stacked_results
+from pairwise import pairwise
 from stepscope.attention import reference_attention
 from stepscope.kernels.activation_policy import INPUTS, KEEPS, policy_per_layer
 from stepscope.kernels.feed_forward import feed_forward
@@ -232,13 +233,14 @@ class TestFusedProjections:
         torch.testing.assert_close(with_kernels, without, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("heads", "key_heads", "d", "rotated"),
-    [(2, 2, 16, 16), (3, 3, 10, 10), (5, 5, 64, 64), (6, 2, 16, 16), (4, 1, 10, 10), (3, 3, 10, 4),
-     (5, 5, 64, 16), (6, 2, 16, 2), (1, 1, 80, 32)],
-)  # fmt: skip
-@pytest.mark.parametrize("order", ["heads first", "positions first"])
-@pytest.mark.parametrize("by_head", [False, True], ids=["", "by head"])
+@pairwise({
+    "heads, key_heads, d, rotated": [
+        (2, 2, 16, 16), (3, 3, 10, 10), (5, 5, 64, 64), (6, 2, 16, 16), (4, 1, 10, 10),
+        (3, 3, 10, 4), (5, 5, 64, 16), (6, 2, 16, 2), (1, 1, 80, 32),
+    ],
+    "order": ["heads first", "positions first"],
+    "by_head": [False, True],
+})  # fmt: skip
 def test_rotated_parts(
     heads: int, key_heads: int, d: int, rotated: int, order: str, by_head: bool
 ) -> None:

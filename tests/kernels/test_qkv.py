@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from pairwise import pairwise
 from stepscope.attention import attention
 from stepscope.attention.packed import empty_like_packed, packed_heads, split_heads
 from stepscope.kernels import qkv
@@ -26,9 +27,7 @@ LAYOUTS = {"packed": (1, False, False), "by head": (1, True, False), "transposed
            "separate": (3, False, False)}  # fmt: skip
 
 
-@pytest.mark.parametrize("impl", ["triton", "sdpa"])
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pairwise({"layout": LAYOUTS, "autocast": [False, True], "impl": ["triton", "sdpa"]})
 def test_attention_of_projected_heads(layout: str, autocast: bool, impl: str) -> None:
     count, by_head, transposed = LAYOUTS[layout]
     heads, d_head = 3, 8
@@ -123,10 +122,14 @@ def _grads(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Sequence[
     return [one.transpose(1, 2) for one in flat]
 
 
-@pytest.mark.parametrize("layout", ["by token", "by head", "last dimension apart"])
-@pytest.mark.parametrize("by_head", [False, True], ids=["", "by head"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 13, 5), (3, 2, 7, 64), (1, 18, 3, 64)])
+@pairwise(
+    {
+        "shape": [(1, 1, 1, 1), (2, 3, 13, 5), (3, 2, 7, 64), (1, 18, 3, 64)],
+        "dtype": [torch.float32, torch.float16],
+        "by_head": [False, True],
+        "layout": ["by token", "by head", "last dimension apart"],
+    }
+)
 def test_gathered_heads(
     shape: tuple[int, ...], dtype: torch.dtype, by_head: bool, layout: str
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from accuracy import check_against_float64
+from pairwise import pairwise
 from stepscope.attention import FlashAttentionTriton, attention, explain, reference_attention
 from stepscope.attention.tiles import IN_PLANES, Tile
 from stepscope.attention.triton import launch as triton_launch
@@ -43,9 +44,9 @@ def inputs(
     return q, k, v, draw(1, heads, rows, d, dtype=dtype, seed=3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("length", [2, 16, 31, 33, 63, 64, 97, 111, 128, 130])
+@pairwise({
+    "length": [2, 16, 31, 33, 63, 64, 97, 111, 128, 130], "causal": [False, True], "dtype": DTYPES,
+})  # fmt: skip
 def test_any_length(length: int, causal: bool, dtype: torch.dtype) -> None:
     q, k, v, grad = inputs(length, length, 32, dtype=dtype)
     check_against_float64(triton, q, k, v, grad, is_causal=causal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -61,8 +62,11 @@ def test_a_norm_keeps_the_dtype_of_its_output(norm: type[nn.Module]) -> None:
     torch.testing.assert_close(model(x), expected, rtol=2e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("activation", PLAIN)
-@pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])
+@pytest.mark.parametrize(
+    ("kind", "activation"),
+    # The kernels of each activation are tested for both kinds.
+    [*itertools.product((Gated,), PLAIN), (PackedGated, "silu"), (Plain, "gelu"), (Plain, "relu")],
+)
 def test_activations_of_an_mlp(activation: str, kind: Any) -> None:
     report = assert_same_training(lambda: Block(Norm, lambda: kind(PLAIN[activation])))  # type: ignore[arg-type,return-value]
     assert len(report.replaced["MLP" if kind is Plain else "gated MLP"]) == 2
@@ -109,8 +113,7 @@ def test_an_mlp_with_dropout_between_its_layers_is_left(dropout: float) -> None:
     assert len(report.replaced["linear"]) == 4
 
 
-@pytest.mark.parametrize("before", [0.0, 0.1])
-@pytest.mark.parametrize("name", ["dropout", "hidden_dropout"])
+@pytest.mark.parametrize(("name", "before"), [("dropout", 0.1), ("hidden_dropout", 0.0)])
 def test_dropout_that_is_turned_on_later_is_used(name: str, before: float) -> None:
     def mlp() -> nn.Module:
         return Plain(dropout=before)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -93,19 +94,26 @@ def module_name(file: Path, source: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """All statements below a node."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
-            yield child
-            yield from statements(child)
+def statements(nodes: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """These statements and all below them; expressions have none."""
+    for node in nodes:
+        yield node
+        for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+            below = getattr(node, name, ())
+            if isinstance(below, list):
+                yield from statements(below)
 
 
-def imported(file: Path, source: Path) -> Iterator[tuple[int, str]]:
+@cache
+def imported(file: Path, source: Path) -> tuple[tuple[int, str], ...]:
     """Line and module of every import of this package, anywhere in the file."""
+    return tuple(_imported(file, source))
+
+
+def _imported(file: Path, source: Path) -> Iterator[tuple[int, str]]:
     own = module_name(file, source)
     package = own if file.name == "__init__.py" else own.rpartition(".")[0]
-    for node in statements(ast.parse(file.read_text())):
+    for node in statements(ast.parse(file.read_text()).body):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -189,7 +197,7 @@ def prints(source: Path) -> list[str]:
     return [
         f"{file.name}:{node.lineno}"
         for file in source.rglob("*.py")
-        if file.relative_to(source).parts[0] != "cli" and "print" in file.read_text()
+        if file.relative_to(source).parts[0] != "cli" and "print(" in file.read_text()
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)

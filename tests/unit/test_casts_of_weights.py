@@ -249,8 +249,10 @@ def row_halved(weight: Tensor) -> None:
     weight.data[3].mul_(0.5)
 
 
-@pytest.mark.parametrize("write_one", [halved, row_halved])
-@pytest.mark.parametrize("name", ["head.weight", "blocks.1.mlp.gate_proj.weight"])
+@pytest.mark.parametrize(
+    ("name", "write_one"),
+    [("head.weight", halved), ("blocks.1.mlp.gate_proj.weight", row_halved)],
+)
 def test_a_captured_step_notices_a_write_through_data(
     name: str, write_one: Callable[[Tensor], None]
 ) -> None:

@@ -193,7 +193,10 @@ WRITING = {"write_text", "write_bytes", "touch", "rename", "copyfile", "copy2", 
 
 
 def writes(file: Path) -> bool:
-    for node in ast.walk(ast.parse(file.read_text())):
+    text = file.read_text()
+    if not any(name in text for name in ("open", "replace", *WRITING)):
+        return False
+    for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Call):
             continue
         texts = [one.value for one in node.args if isinstance(one, ast.Constant)]

@@ -67,11 +67,13 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
+    """Of one block, where a test does not compare blocks: each takes as long to compile."""
+
+    def __init__(self, attend: Callable[..., Tensor], layers: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block(attend) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(attend) for _ in range(layers))
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
     def logits(self, ids: Tensor) -> Tensor:
@@ -144,7 +146,7 @@ def compared(model: nn.Module, lengths: tuple[int, ...] = (9, 9), **options: Any
 
 @pytest.mark.parametrize("attend", [sdpa_mask, naive, einsums])
 def test_a_model_of_own_classes_is_replaced_by_its_operators(attend: Any) -> None:
-    report = compared(Model(attend))
+    report = compared(Model(attend, LAYERS))
     assert [x.name for x in report.applied] == ["head and loss", *["attention"] * LAYERS]
     assert all("causal" in x.what for x in report.applied[1:])
     assert not report.left
@@ -156,7 +158,7 @@ def test_lengths_may_change() -> None:
 
 
 def test_blocks_are_regions_that_are_compiled_once() -> None:
-    report = compared(Model(sdpa_flag))
+    report = compared(Model(sdpa_flag, LAYERS))
     assert (report.regions.count, report.regions.compiled) == (LAYERS + 2, 3)
 
 
@@ -174,8 +176,7 @@ class Scaled(Model):
     """Each block reads its own element of a shared parameter."""
 
     def __init__(self) -> None:
-        super().__init__(sdpa_flag)
-        self.blocks.append(Block(sdpa_flag))
+        super().__init__(sdpa_flag, 3)
         self.scales = nn.Parameter(torch.linspace(0.5, 1.5, 3))
 
     def logits(self, ids: Tensor) -> Tensor:
@@ -292,7 +293,7 @@ class Clamped(Model):
             q.clamp_(-0.05, 0.05)
             return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-        super().__init__(attend)
+        super().__init__(attend, LAYERS)
 
 
 def test_clamps_in_place_are_kept() -> None:
@@ -307,7 +308,7 @@ def test_what_changes_later_is_seen() -> None:
     ids = ids_of(9)
     run(ids)
     for one in (model, original):
-        one.blocks[1].activation = functional.relu
+        one.blocks[0].activation = functional.relu
         one.blocks[0].norm.eps = 0.5
         one.head.weight.requires_grad_(False)
     torch.testing.assert_close(run(ids), original(ids))
@@ -551,7 +552,7 @@ def test_transforms_are_not_traced_again() -> None:
 
 
 def test_passes_and_regions_can_be_turned_off() -> None:
-    report = compared(Model(sdpa_mask), passes=False, regions=False)
+    report = compared(Model(sdpa_mask, LAYERS), passes=False, regions=False)
     assert not report.outcomes
     assert report.regions.count == 1
 

@@ -142,9 +142,12 @@ def test_the_folder_is_hostile(hostile: HostileFolder) -> None:
 
 def starts_python(file: Path) -> list[int]:
     """Lines that name the interpreter, or a way of `multiprocessing` to start it."""
+    text = file.read_text()
+    if not any(name in text for name in ("executable", "get_context", "ProcessPoolExecutor")):
+        return []
     return [
         node.lineno
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(ast.parse(text))
         if (isinstance(node, ast.Attribute) and node.attr in ("executable", "get_context"))
         or (isinstance(node, ast.Name) and node.id == "ProcessPoolExecutor")
     ]

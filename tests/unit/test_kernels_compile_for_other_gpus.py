@@ -18,8 +18,9 @@ from command_line import python
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("kernels/triton", "optim")
-SHARED_KIB = {"cuda:80": 163, "cuda:86": 99, "cuda:89": 99, "cuda:100": 227, "hip:gfx942": 64}
-"""Shared memory of a program at most."""
+SHARED_KIB = {"cuda:86": 99, "cuda:89": 99, "cuda:100": 227, "hip:gfx942": 64}
+"""Shared memory of a program at most. Compute capability 8.9 has that of 8.6, and FP8 besides; 8.0
+has more."""
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="Triton needs Linux")
 
@@ -39,7 +40,8 @@ def launched_kernels() -> set[str]:
 
 
 def test_fused_kernels_fit(tmp_path: Path) -> None:
-    lines = compile_for("screen_kernels.py", tmp_path, "--one-variant", "--target", *SHARED_KIB)
+    targets = ("cuda:89", "cuda:100", "hip:gfx942")
+    lines = compile_for("screen_kernels.py", tmp_path, "--one-variant", "--target", *targets)
     compiled = defaultdict(set)
     for line in lines:
         target, registers, spilled, shared, _, kernel, _ = line.split("\t")
@@ -50,8 +52,7 @@ def test_fused_kernels_fit(tmp_path: Path) -> None:
     casts = {"fp8_cast_kernel"}  # Its dtypes exist from compute capability 8.9 on.
     for target in ("cuda:89", "cuda:100"):
         assert compiled[target] == launched_kernels()
-    for target in ("cuda:80", "cuda:86", "hip:gfx942"):
-        assert compiled[target] == launched_kernels() - casts
+    assert compiled["hip:gfx942"] == launched_kernels() - casts
 
 
 @pytest.mark.parametrize(("target", "head"), [("cuda:86", 128), ("hip:gfx942", 64)])

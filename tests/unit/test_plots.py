@@ -159,7 +159,7 @@ NAN = math.nan
         tuple(Curve(label=f"c{i}", x=(1.0, 2.0), y=(i + 1.0, i + 2.0)) for i in range(12)),
         (
             Curve(
-                label="long", x=tuple(map(float, range(1, 500))), y=tuple(map(float, range(1, 500)))
+                label="long", x=tuple(map(float, range(1, 150))), y=tuple(map(float, range(1, 150)))
             ),
         ),
     ],

@@ -305,7 +305,7 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(1000, 128)
         nn.init.trunc_normal_(self.embedding.weight)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(128, 4, 512, batch_first=True) for _ in range(3)
+            nn.TransformerEncoderLayer(128, 4, 512, batch_first=True) for _ in range(2)
         )
         self.head = nn.Linear(128, 1000)
 

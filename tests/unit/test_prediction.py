@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,15 @@ def test_every_phase_is_predicted_to_the_byte(dtype: str, attention: str) -> Non
     assert predicted == pytest.approx(counted, abs=8)
 
 
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Predictions with other sizes of chunks are not kept for other tests."""
+    predict.cache_clear()
+    yield
+    predict.cache_clear()
+
+
+@pytest.mark.usefixtures("forgotten")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16-pure"])
 @pytest.mark.parametrize("vocab", [101, 5000])
 def test_a_chunked_loss_is_predicted(

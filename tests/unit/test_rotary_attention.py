@@ -180,12 +180,9 @@ def accelerated(form: Form) -> Report:
     [
         *(Form(key_heads=n) for n in (1, 2, 4)),
         Form(rotated=2),
-        Form(key_heads=2, rotated=2),
-        Form(packed="in order"),
         Form(packed="in order", key_heads=2, rotated=2),
         Form(packed="in order", key_heads=2, norms=True),
         Form(packed="by head"),
-        Form(packed="by head", rotated=2),
         Form(packed="by head", rotated=2, norms=True),
         Form(key_heads=2, norms_of_all=True),
         Form(norms_of_all=True, by_position=True),

@@ -13,6 +13,7 @@ import pytest
 
 from command_line import CommandLine
 from planted_study import RAW_LINES
+from stepscope.cli import main
 from stepscope.studies.runner.process import Lines
 
 RUN = ("--device", "cpu", "--no-report")
@@ -96,6 +97,15 @@ def test_sigterm_while_modules_are_imported_has_the_exit_code_of_an_interrupt(
     assert message in ("", "stepscope: interrupted\n")
 
 
+def in_this_process(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `main` do here what the command does in a process of its own."""
+    folder = cli.out.parent
+    cli.environment["PYTHONPATH"] += os.pathsep + str(folder)
+    for name, value in cli.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.syspath_prepend(str(folder))
+
+
 def write_models(folder: Path) -> None:
     (folder / "lab_models.py").write_text(
         "import torch\n"
@@ -122,27 +132,34 @@ def write_models(folder: Path) -> None:
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused_before_ceilings_are_measured(
-    tmp_path: Path, model: str, message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    model: str,
+    message: str,
 ) -> None:
-    cli = CommandLine(tmp_path)
     write_models(tmp_path)
-    cli.environment["PYTHONPATH"] += os.pathsep + str(tmp_path)
-    done = cli("run", "own", "--model", model, "--device", "cpu")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("stepscope: ")
-    assert done.stderr.count("\n") == 1
-    assert message in done.stderr
+    in_this_process(CommandLine(tmp_path), monkeypatch)
+    assert main(["run", "own", "--model", model, "--device", "cpu"]) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("stepscope: ")
+    assert said.err.count("\n") == 1
+    assert message in said.err
     # Neither ceilings nor a run without a record.
     assert not list((tmp_path / "cache").rglob("ceilings-*"))
 
 
 @pytest.mark.parametrize("words", [("advise",), ("run", "memory"), ("run", "benchmark")])
 def test_every_command_that_takes_a_model_refuses_a_missing_one(
-    tmp_path: Path, words: tuple[str, ...]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
 ) -> None:
-    cli = CommandLine(tmp_path)
-    done = cli(*words, "--model", "examples.nope:build", "--device", "cpu")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "examples.nope cannot be imported" in done.stderr
-    assert done.stderr.count("\n") == 1
+    in_this_process(CommandLine(tmp_path), monkeypatch)
+    assert main([*words, "--model", "examples.nope:build", "--device", "cpu"]) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert "examples.nope cannot be imported" in said.err
+    assert said.err.count("\n") == 1

@@ -50,6 +50,9 @@ class Space:
         self.facts, self.only = facts, only
         self._settings, self._factors = settings, factors or {}
         self._nothing = Combination((), facts.step_ms, facts)
+        self._extended: dict[tuple[int, str], tuple[Combination, Combination | None]] = {}
+        """Each combination that was extended, by its identity, with the result: a search asks for
+        the same ones again and again."""
         self._advice = {one.code: one for one, _ in predictions(facts)}
         self.alone = tuple(
             one for one in self._reachable(self._advice.values()) if "batch" in one.setting
@@ -84,6 +87,12 @@ class Space:
 
     def _apply(self, entry: Registered, before: Combination) -> Combination | None:
         """Return the combination with one more change; None if that is not possible."""
+        key = id(before), entry.code
+        if key not in self._extended:
+            self._extended[key] = before, self._extend(entry, before)
+        return self._extended[key][1]
+
+    def _extend(self, entry: Registered, before: Combination) -> Combination | None:
         result = entry.rule(before.after)
         if not isinstance(result, Prediction):
             return None

@@ -7,6 +7,7 @@ contain is empty. `describe` takes the name of a kernel, `describe_operator` tha
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Literal, NamedTuple
 
@@ -119,6 +120,7 @@ _ATEN: dict[Class, str] = {
 """Searched in the full name: template arguments say what an elementwise kernel does."""
 
 
+@functools.lru_cache(maxsize=16384)
 def describe(name: str) -> Description:
     """Describe a kernel, a copy or a fill on the device by its name."""
     if name.startswith(("Memcpy", "Memset", "[CUDA mem")):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import msgspec
 
@@ -40,8 +40,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.phases, key=lambda moment: moment.allocated)
 
 
+@lru_cache(maxsize=256)
 def predict(plan: StepPlan) -> Prediction:
-    """Simulate twice: first to learn when the peaks occur, then to itemize them."""
+    """Simulate twice: first to learn when the peaks occur, then to itemize them. A page asks for
+    the same plans several times."""
     first = StepSimulation(plan, frozenset())
     first.run()
     watched = frozenset(event for _, event in first.memory.peaks.values())
