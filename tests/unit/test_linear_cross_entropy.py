@@ -305,3 +305,17 @@ def test_invalid_input_raises(change: dict[str, object], message: str) -> None:
     x, weight, targets = inputs()
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**({"x": x, "weight": weight, "targets": targets} | change))  # type: ignore[arg-type]
+
+
+def test_uninitialized_memory_is_not_read() -> None:
+    """A CPU with AMX multiplied what lies between two rows of the logits by zero: NaN stays NaN."""
+    inputs = [draw(rows, 64, dtype=torch.float32).requires_grad_() for rows in (34, 200)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = linear_cross_entropy(*inputs, torch.randint(200, (34,)))
+        gradients = torch.autograd.grad(loss, inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.isfinite(one).all() for one in (loss, *gradients))

@@ -190,6 +190,9 @@ def _loss_and_grads(
     narrow = with_padded_rows(weight.detach(), compute) if narrow is None else narrow
     added = None if bias is None else with_padded_rows(bias.detach(), compute)
     buffer = x.new_empty(min(rows, chunk_rows), padded_columns(vocab), dtype=compute)
+    if buffer.device.type == "cpu":
+        # oneDNN's 16-bit matmul with AMX reads on to the next row, and multiplies by zero.
+        buffer[:, matmul_columns(vocab) :] = 0.0
     losses = x.new_empty(rows, dtype=wide)
     kernels = _row_kernels(buffer)
     count, inverse_count = kernels.count_rows(targets, ignore_index, wide) if mean else (None, None)
