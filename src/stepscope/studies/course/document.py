@@ -119,7 +119,7 @@ def _item(
         label=f"({part.label})" if part.label else "",
         question=part.question,
         code=part.code,
-        commands=tuple(_commands(problem, part, setting)),
+        commands=tuple(dict.fromkeys(_commands(problem, part, setting))),
         blocks=distinct((*here, *calculated), shown),
         lacking="" if answered else lacking,
         elsewhere=distinct(committed.blocks, shown) if committed and beside else (),
