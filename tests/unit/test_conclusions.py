@@ -134,14 +134,14 @@ def test_deductions_are_made_only_in_findings_that_rest_on_no_times() -> None:
         if "deduced" not in (text := path.read_text()):
             continue
         tree = ast.parse(text)
-        untimed_by_default = any(
-            isinstance(node, ast.FunctionDef)
-            and node.name == "_finding"
-            and any(
-                isinstance(default, ast.Constant) and default.value is False
-                for default in (*node.args.defaults, *node.args.kw_defaults)
-            )
+        builders = (
+            node
             for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and node.name == "_finding"
+        )
+        untimed_by_default = any(
+            "timed: bool=False" in (code := ast.unparse(builder)) or "timed=False" in code
+            for builder in builders
         )
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and (name := ast.unparse(node.func).split(".")[-1]) in (

@@ -253,7 +253,7 @@ class Padded(Model):
 
 
 def test_blocks_share_the_padding_of_a_batch() -> None:
-    model, original = Padded(sdpa_flag), Padded(sdpa_flag)
+    model, original = Padded(sdpa_flag, LAYERS), Padded(sdpa_flag, LAYERS)
     graphs = Graphs(compiler="aot_eager", kernels=True)
     run: Any = torch.compile(model, backend=graphs)
     ids = ids_of(12).clamp(min=1)
