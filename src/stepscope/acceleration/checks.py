@@ -99,12 +99,11 @@ def difference(
     """Return how the replacement differs from the original on these inputs; empty if it does not.
     `tolerance` is a relative error that is accepted in any case; `unused` has the indices of
     outputs that are not compared; `alike` is read and updated. Without `gradients`, outputs alone
-    are compared: the original saves nothing for a backward pass then."""
+    are compared: the original keeps nothing for a backward pass then."""
     errors = {} if alike is None else alike.errors
     original, replaced = (_without(forward, unused) for forward in (original, replaced))
-    run_original = _run if gradients else torch.no_grad()(_run)
-    with _preserved(module, args, kwargs):
-        expected = run_original(module, original, args, kwargs, gradients)
+    with _preserved(module, args, kwargs), _saving(gradients):
+        expected = _run(module, original, args, kwargs, gradients)
     try:
         with _preserved(module, args, kwargs):
             actual = _run(module, replaced, args, kwargs, gradients)
@@ -119,10 +118,8 @@ def difference(
     kind = (type(module), tolerance, *map(_kind, (*expected.outputs, *expected.gradients)))
 
     def reference() -> Run:
-        run = _reference if gradients else torch.no_grad()(_reference)
-        with _preserved(module, args, kwargs):
-            found = run(module, original, args, kwargs)
-        return found if gradients else found._replace(gradients=[])
+        with _preserved(module, args, kwargs), _saving(gradients):
+            return _reference(module, original, args, kwargs, gradients)
 
     return differs(expected, actual, reference, errors, kind, tolerance)
 
@@ -278,7 +275,16 @@ def _run(
     return _backward(forward(*args, **kwargs), inputs, parameters)
 
 
-def _reference(module: nn.Module, original: Forward, args: Any, kwargs: Any) -> Run:
+def _saving(activations: bool) -> contextlib.AbstractContextManager[Any]:
+    """Save activations, or drop them: in a forward without gradients, dropout draws others."""
+    if activations:
+        return contextlib.nullcontext()
+    return saved_tensors_hooks(lambda saved: None, lambda dropped: dropped)  # noqa: ARG005
+
+
+def _reference(
+    module: nn.Module, original: Forward, args: Any, kwargs: Any, gradients: bool = True
+) -> Run:
     """Run the original in float32, without autocast."""
     leaves, tree = tree_flatten((args, kwargs))
     inputs = _inputs(leaves, torch.float32)
@@ -291,7 +297,8 @@ def _reference(module: nn.Module, original: Forward, args: Any, kwargs: Any) -> 
     kind = next((t.device.type for t in tree_leaves(inputs) if isinstance(t, Tensor)), "cpu")
     # The forward alone: hooks of the module would run once more.
     with _reparametrize_module(module, tensors), torch.autocast(kind, enabled=False):
-        return _backward(original(*args, **kwargs), inputs, learned)
+        output = original(*args, **kwargs)
+        return _backward(output, inputs, learned) if gradients else _backward(output, [], [])
 
 
 def _backward(output: Any, inputs: list[Any], parameters: Sequence[Tensor]) -> Run:

@@ -98,7 +98,8 @@ class Comparison:
                 why = self._difference(before, after, known, learned)
                 if why:
                     yield f"in region {number}: {why}" if len(self.compiled) > 1 else why
-            with torch.no_grad():
+            device = _device(values.values())
+            with torch.no_grad(), torch.random.fork_rng(_gpus(device)):
                 if after is not None and set(after.part.outputs) - set(
                     before.outputs if before else ()
                 ):
@@ -124,7 +125,7 @@ class Comparison:
             inputs = _inputs(part, leaves, clone=Tensor.clone)
             device = _device(leaves.values())
             exact = torch.autocast(device.type, enabled=False) if dtype else nullcontext()
-            devices = [device] if device.type == "cuda" else []
+            devices = _gpus(device)
             with torch.random.fork_rng(devices), torch.enable_grad(), exact:
                 states = _random_states(devices)
                 produced = dict(zip(part.outputs, as_tuple(call(*inputs.values())), strict=True))
@@ -143,6 +144,11 @@ class Comparison:
 def _device(values: Iterable[Any]) -> torch.device:
     found = (x.device for x in values if isinstance(x, Tensor))
     return next(found, torch.device("cpu"))
+
+
+def _gpus(device: torch.device) -> list[torch.device]:
+    """Return the devices with random states besides the CPU."""
+    return [device] if device.type == "cuda" else []
 
 
 def _random_states(devices: Sequence[torch.device]) -> list[Tensor]:
