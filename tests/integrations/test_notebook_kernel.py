@@ -68,7 +68,9 @@ print(launch(work, (1,), ranks=2))
 )
 
 
+@pytest.mark.usefixtures("cold_start")
 def test_a_real_notebook(tmp_path: Path) -> None:
+    """Jupyter ends a kernel's processes by their group and session."""
     notebook: Any = nbformat.v4.new_notebook()
     notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in CELLS]
     client = nbclient.NotebookClient(
