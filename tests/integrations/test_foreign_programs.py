@@ -110,8 +110,9 @@ def test_fused_optimizer_is_not_advised_if_the_optimizer_has_none(program: Progr
 @only(*(one for one in ALL if one.closure))
 def test_forward_and_backward_of_a_closure_are_not_optimizer_time(program: Program) -> None:
     summary = summary_of(program)
-    assert summary.phase_ms("optimizer") < summary.phase_ms("forward")
-    assert summary.phase_ms("optimizer") < summary.phase_ms("backward")
+    # An optimizer with a search of its own may take as long as a small forward pass.
+    computed = summary.phase_ms("forward") + summary.phase_ms("backward")
+    assert summary.phase_ms("optimizer") < computed
 
 
 @only(BY_NAME["hf_bert_accelerate"], BY_NAME["nano_gpt"], BY_NAME["lightning_transformer"])
