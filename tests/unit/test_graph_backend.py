@@ -209,6 +209,15 @@ def test_without_kernels_rules_stay_as_they_are() -> None:
     assert {x.reason for x in report.left} == {"no kernel for its rules on this device"}
 
 
+def same_step(run: Any, model: nn.Module, original: nn.Module, ids: Tensor) -> None:
+    losses = run(ids), original(ids)
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[0], losses[1])
+    for found, expected in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, atol=1e-5, rtol=1e-4)
+
+
 def test_packed_documents_run_in_the_kernels() -> None:
     class Packed(Model):
         def logits(self, ids: Tensor) -> Tensor:
@@ -227,12 +236,7 @@ def test_packed_documents_run_in_the_kernels() -> None:
     original, model = Packed(sdpa_flag), Packed(sdpa_flag)
     run = compiled(model, kernels=True)
     ids = ids_of(12)
-    losses = run(ids), original(ids)
-    for loss in losses:
-        loss.backward()
-    torch.testing.assert_close(losses[0], losses[1])
-    for found, expected in zip(model.parameters(), original.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, atol=1e-5, rtol=1e-4)
+    same_step(run, model, original, ids)
     assert any("documents" in x.what for x in graph_reports()[-1].applied)
 
 
@@ -258,12 +262,7 @@ def test_blocks_share_the_padding_of_a_batch() -> None:
     run: Any = torch.compile(model, backend=graphs)
     ids = ids_of(12).clamp(min=1)
     ids[0, :4], ids[1, -3:] = 0, 0
-    losses = run(ids), original(ids)
-    for loss in losses:
-        loss.backward()
-    torch.testing.assert_close(losses[0], losses[1])
-    for found, expected in zip(model.parameters(), original.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, atol=1e-5, rtol=1e-4)
+    same_step(run, model, original, ids)
     (report,) = graphs.reports
     words = ["SDPA, causal, padding, grouped"] * LAYERS
     assert [x.what for x in report.applied if x.name == "attention"] == words

@@ -25,6 +25,8 @@ from stepscope.acceleration.torch_internals import (
     name_before_split,
 )
 
+_ALONE = "it returns values with gradients that the original does not return there"
+
 
 @dataclass
 class Part:
@@ -88,7 +90,7 @@ class Comparison:
         """Yield how compiled regions differ from the original ones."""
         values = dict(self.constants) | dict(zip(self.inputs, given, strict=True))
         made: dict[str, Any] = {}
-        learned = {n for n, x in values.items() if isinstance(x, Tensor) and x.requires_grad}
+        learned = {n for n, x in values.items() if _learns(x)}
         for number in sorted({*self.original, *self.compiled}):
             before, after = self.original.get(number), self.compiled.get(number)
             if before is not None and after is not None:
@@ -98,6 +100,8 @@ class Comparison:
                 why = self._difference(before, after, known, learned)
                 if why:
                     yield f"in region {number}: {why}" if len(self.compiled) > 1 else why
+            elif after is not None and after.needs_gradient:
+                yield f"in region {number}: {_ALONE}"
             device = _device(values.values())
             with torch.no_grad(), torch.random.fork_rng(_gpus(device)):
                 if after is not None and set(after.part.outputs) - set(
@@ -119,6 +123,7 @@ class Comparison:
         learned = after.needs_gradient | {n for n in before.inputs if n in learned}
 
         drawn: list[bool] = []
+        alone: set[str] = set()
 
         def run(part: Part, call: Callable[..., Any], dtype: torch.dtype | None = None) -> Run:
             leaves = {name: _leaf(values[name], name in learned, dtype) for name in part.inputs}
@@ -130,6 +135,8 @@ class Comparison:
                 states = _random_states(devices)
                 produced = dict(zip(part.outputs, as_tuple(call(*inputs.values())), strict=True))
                 drawn.append(not all(map(torch.equal, states, _random_states(devices))))
+                if part is after.part:
+                    alone.update(n for n, x in produced.items() if _learns(x) and n not in outputs)
                 return fixed_gradients(
                     [produced[name] for name in outputs], [leaves[name] for name in wanted]
                 )
@@ -137,12 +144,19 @@ class Comparison:
         expected = run(before, before)
         # Inductor draws other random numbers than eager operators.
         actual = run(after.part, after.part if drawn[0] else after.run)
+        if alone:
+            return _ALONE
         in_float32 = partial(run, before, before, torch.float32)
         return differs(expected, actual, in_float32, self.errors, after.kind)
 
 
+def _learns(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 def _device(values: Iterable[Any]) -> torch.device:
-    found = (x.device for x in values if isinstance(x, Tensor))
+    """Return the device that computes: constants may be on the CPU."""
+    found = (x.device for x in values if isinstance(x, Tensor) and x.device.type != "cpu")
     return next(found, torch.device("cpu"))
 
 
@@ -158,7 +172,7 @@ def _random_states(devices: Sequence[torch.device]) -> list[Tensor]:
 def with_gradient(part: Part, inputs: Sequence[Any]) -> frozenset[str]:
     """Return the names of the inputs that require a gradient."""
     named = zip(part.inputs, inputs, strict=True)
-    return frozenset(name for name, x in named if isinstance(x, Tensor) and x.requires_grad)
+    return frozenset(name for name, x in named if _learns(x))
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
