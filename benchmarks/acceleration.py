@@ -83,7 +83,7 @@ def loss_of_logits(model: nn.Module, batch: Any) -> Tensor:
 
 def loss_function(row: Row) -> LossFunction | None:
     """Return the loss of logits; None if the model returns its loss."""
-    return None if row.family in ("hf", "pairs") else loss_of_logits
+    return loss_of_logits if row.family in ("own", "logits", "vit") else None
 
 
 class EagerStep:

@@ -14,6 +14,8 @@ DRAWN = 50
 """Batches of tokens that are drawn at once."""
 MISLABELED = 0.25
 """Share of images with a random label: the loss falls to about 1, and not to rounding errors."""
+MASKED = 0.3
+"""Share of tokens that an encoder has to find."""
 BRANCHES = 4
 """Successors of a token in the Markov chain: the loss falls to about log 4."""
 SEED = 0
@@ -44,7 +46,8 @@ def decoder(name: str, **sizes: int) -> Callable[[bool], nn.Module]:
 
         small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
                  "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
-                 **{option: 8 for option in ("head_dim", "sliding_window") if option in sizes}
+                 **{option: 8 for option in ("head_dim", "sliding_window") if option in sizes},
+                 **{option: x for option, x in sizes.items() if option.endswith("_token_id")},
                  }  # fmt: skip
         options = {"max_position_embeddings": 4096} | (small if tiny else sizes)
         # Gemma 3 has a configuration for images, too.
@@ -83,6 +86,55 @@ def pythia(tiny: bool) -> nn.Module:
     )  # fmt: skip
     config = GPTNeoXConfig(**sizes, use_cache=False, attn_implementation="sdpa")
     return GPTNeoXForCausalLM(config)  # type: ignore[no-any-return]
+
+
+def modernbert(tiny: bool) -> nn.Module:
+    """An encoder with local attention in two of three layers."""
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    sizes = (
+        {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1,
+         "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+        if tiny
+        else {}
+    )  # fmt: skip
+    return ModernBertForMaskedLM(ModernBertConfig(**sizes, attn_implementation="sdpa"))  # type: ignore[no-any-return]
+
+
+def whisper(tiny: bool) -> nn.Module:
+    """An encoder and decoder that draw whether to skip a layer on the host, in each step."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    width, layers, heads = (32, 2, 4) if tiny else (768, 12, 12)
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 64,
+               "decoder_start_token_id": 1, "max_source_positions": 16}  # fmt: skip
+    config = WhisperConfig(
+        d_model=width, encoder_layers=layers, decoder_layers=layers,
+        encoder_attention_heads=heads, decoder_attention_heads=heads,
+        encoder_ffn_dim=4 * width, decoder_ffn_dim=4 * width, use_cache=False,
+        **(special if tiny else {}),
+    )  # fmt: skip
+    return WhisperForConditionalGeneration(config)  # type: ignore[no-any-return]
+
+
+def x_transformers(tiny: bool) -> nn.Module:
+    from x_transformers import Decoder, TransformerWrapper
+
+    vocab, width, layers, heads = (64, 32, 2, 4) if tiny else (50_257, 768, 12, 12)
+    layers = Decoder(
+        dim=width, depth=layers, heads=heads, attn_dim_head=width // heads, rotary_pos_emb=True,
+        ff_glu=True, ff_swish=True, ff_no_bias=True, use_rmsnorm=True, attn_flash=True,
+    )  # fmt: skip
+    return TransformerWrapper(  # type: ignore[no-any-return]
+        num_tokens=vocab, max_seq_len=1024, attn_layers=layers, use_abs_pos_emb=False
+    )
+
+
+def packed_decoder(tiny: bool) -> nn.Module:
+    from own_decoder import PackedDecoder
+
+    return PackedDecoder(64, 32, 2, 4) if tiny else PackedDecoder(10_000, 2560, 32, 32)
 
 
 def timm_vit(tiny: bool) -> nn.Module:
@@ -140,7 +192,12 @@ QWEN2 = decoder(
 GEMMA3 = decoder(
     "Gemma3", hidden_size=1152, intermediate_size=6912, num_hidden_layers=26,
     num_attention_heads=4, num_key_value_heads=1, head_dim=256, sliding_window=512,
-    vocab_size=262_144,
+    vocab_size=65_536,
+)  # fmt: skip
+SMOLLM3 = decoder(
+    "SmolLM3", hidden_size=960, intermediate_size=2560, num_hidden_layers=32,
+    num_attention_heads=15, num_key_value_heads=5, vocab_size=49_152, pad_token_id=0,
+    bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 WINDOWS = {
     name: decoder(
@@ -164,7 +221,12 @@ ROWS = {
         Row("qwen2_0.5b", "hf", QWEN2, Shape(4, 2048, 151_936)),
         Row("hf_mistral_window", "hf", WINDOWS["Mistral"], Shape(1, 8192, 32_000)),
         Row("hf_gemma2", "hf", WINDOWS["Gemma2"], Shape(1, 4096, 32_000)),
-        Row("hf_gemma3", "hf", GEMMA3, Shape(4, 2048, 262_144)),
+        Row("hf_gemma3", "hf", GEMMA3, Shape(4, 2048, 65_536)),
+        Row("hf_smollm3", "hf", SMOLLM3, Shape(4, 2048, 49_152)),
+        Row("modernbert", "masked", modernbert, Shape(16, 512, 50_368)),
+        Row("whisper_small", "speech", whisper, Shape(8, 256, 51_865)),
+        Row("x_transformers", "logits", x_transformers, Shape(8, 1024, 50_257)),
+        Row("packed_2.7b", "pairs", packed_decoder, Shape(4, 2048, 10_000)),
         Row("own_decoder", "pairs", own_decoder, Shape(8, 2048, 65_536)),
         Row("cs336_medium", "pairs", cs336, Shape(8, 512, 10_000)),
         Row("timm_vit_b16", "vit", timm_vit, Shape(128, 224, 1000), Shape(2, 32, 1000)),
@@ -194,10 +256,31 @@ class Data:
         if self._family == "vit":
             return self._images(number)
         tokens = self._tokens(number).to(self._device)
-        if self._family in ("own", "pairs"):
+        if self._family in ("own", "pairs", "logits"):
             return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         tokens = tokens[:, :-1].contiguous()
+        if self._family == "masked":
+            return self._masked(tokens, number)
+        if self._family == "speech":
+            return {"input_features": self._spectrograms(number), "labels": tokens}
         return {"input_ids": tokens, "labels": tokens}
+
+    def _masked(self, tokens: Tensor, number: int) -> dict[str, Tensor]:
+        """Hide some tokens; the labels are the hidden ones."""
+        generator = torch.Generator(self._device).manual_seed(number + 1)
+        draws = torch.rand(tokens.shape, generator=generator, device=self._device)
+        is_hidden = draws < MASKED
+        return {
+            "input_ids": tokens.masked_fill(is_hidden, self._shape.vocab - 1),
+            "attention_mask": torch.ones_like(tokens),
+            "labels": tokens.masked_fill(~is_hidden, -100),
+        }
+
+    def _spectrograms(self, number: int) -> Tensor:
+        frames = 32 if self._shape.vocab < 1000 else 3000
+        generator = torch.Generator(self._device).manual_seed(number + 1)
+        size = (self._shape.batch, 80, frames)
+        return torch.randn(size, generator=generator, device=self._device)
 
     def _tokens(self, number: int) -> Tensor:
         """Return a batch of the chain. Many are drawn at once: it is a loop over positions."""

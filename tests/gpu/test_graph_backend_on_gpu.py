@@ -110,7 +110,8 @@ def test_attention_with_padding(dtype: torch.dtype) -> None:
         out = call(*given, token)
         results.append([out, *torch.autograd.grad(out.float().square().sum(), given)])
     for found, plain, exact in zip(*results, strict=True):
-        errors = [(x.double() - exact).norm() for x in (found, plain)]
+        # Rows without a key are NaN in some of torch's kernels.
+        errors = [(x.double() - exact).nan_to_num(0.0).norm() for x in (found, plain)]
         assert found.isfinite().all()
         assert errors[0] <= 2 * errors[1] + 1e-5 * exact.norm()
     words = [x.what for x in graph_reports()[-1].applied]

@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_map
 
 from stepscope.acceleration.checks import Run, differs, fixed_gradients
 from stepscope.acceleration.passes.matching import written_memory
 from stepscope.acceleration.torch_internals import (
+    ENTERS_AUTOCAST,
+    EXITS_AUTOCAST,
     attribute_of,
     name_before_split,
 )
@@ -146,8 +149,23 @@ class Comparison:
         actual = run(after.part, after.part if drawn[0] else after.run)
         if alone:
             return _ALONE
-        in_float32 = partial(run, before, before, torch.float32)
+        in_float32 = partial(run, before, _InFloat32(before.graph).run, torch.float32)
         return differs(expected, actual, in_float32, self.errors, after.kind)
+
+
+class _InFloat32(Interpreter):
+    """Runs a graph without its casts to 16 bits, and without the autocast that it enters."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in (ENTERS_AUTOCAST, EXITS_AUTOCAST):
+            return None
+        args, kwargs = tree_map(_widened, (args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+
+def _widened(value: Any) -> Any:
+    is_half = isinstance(value, torch.dtype) and value in (torch.bfloat16, torch.float16)
+    return torch.float32 if is_half else value
 
 
 def _learns(value: Any) -> bool:

@@ -241,6 +241,7 @@ class _Compiler(Interpreter):
     ) -> None:
         super().__init__(outer)
         self._compile, self._inputs = compile_region, inputs
+        self._names = [n.name for n in outer.graph.nodes if n.op == "placeholder"]
         self.compiled: dict[str, CompiledPart] = {}
         self.lengths: dict[str, list[int]] = {}
         """Which inputs of the outer graph each region has as further arguments."""
@@ -252,10 +253,10 @@ class _Compiler(Interpreter):
         with fake_mode():
             outputs = super().call_module(target, args, kwargs)
         lengths = self.lengths[str(target)] = self._lengths(args)
-        for _ in lengths:
+        for at in lengths:
             last = [n for n in region.graph.nodes if n.op == "placeholder"][-1]
             with region.graph.inserting_after(last):
-                region.graph.placeholder("length")
+                region.graph.placeholder(self._names[at])
         region.recompile()
         args = (*args, *(self._inputs[at] for at in lengths))
         part = Part.of(region)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
+from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator
 from torch.amp import autocast_mode
@@ -252,9 +253,13 @@ def name_before_split(node: Node) -> str:
 
 
 def compile_with_inductor(module: GraphModule, inputs: Sequence[Any]) -> Compiled:
+    """Compile forward and backward. Values that the backward pass needs in memory are computed
+    again there if that is cheap, such as the outputs of norms and the products of gated MLPs; torch
+    would save them."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(module, list(inputs))
+    with functorch_config.patch(ban_recompute_materialized_backward=False):
+        compiled: Any = compile_fx(module, list(inputs))
     return compiled  # type: ignore[no-any-return]
 
 
