@@ -25,7 +25,7 @@ from stepscope.acceleration.comparison import (
     with_gradient,
 )
 from stepscope.acceleration.copied import Copied
-from stepscope.acceleration.passes.matching import is_tensor, memory_of, value_of
+from stepscope.acceleration.passes.matching import MATMULS, is_tensor, memory_of, value_of
 from stepscope.acceleration.torch_internals import (
     ENTERS_AUTOCAST,
     EXITS_AUTOCAST,
@@ -140,7 +140,7 @@ def _blocks(nodes: Sequence[Node]) -> dict[Node, str]:
     for node, path in paths.items():
         for name, kind in path:
             calls[name] = (name.rpartition(".")[0], kind)
-            matmuls[name] += node.target in _MATMULS
+            matmuls[name] += node.meta.get(MATMULS, int(node.target in _MATMULS))
     siblings = Counter(calls.values())
     repeated = {
         name

@@ -24,6 +24,7 @@ from stepscope.acceleration.passes.head_loss import order_of_weight
 from stepscope.acceleration.passes.matching import (
     CASTS,
     COPIES,
+    MATMULS,
     Applied,
     Left,
     Outcome,
@@ -342,12 +343,13 @@ def _replace(
             if first.transposed:
                 weight = make(aten.t.default, weight)
             new = make(aten.linear.default, x, weight, bias)
+        new.meta[MATMULS] = len(group)
         parts = [new]
         if len(group) > 1:
             split = make(aten.split_with_sizes.default, new, [one.rows for one in group], -1)
             parts = [make(operator.getitem, split, at) for at in range(len(group))]
     for one, part in zip(group, parts, strict=True):
-        part.meta = one.node.meta | {"val": part.meta["val"]}
+        part.meta |= {name: x for name, x in one.node.meta.items() if name != "val"}
         one.node.replace_all_uses_with(part)
         graph.erase_node(one.node)
         if len(group) > 1:

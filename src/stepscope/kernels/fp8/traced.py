@@ -102,15 +102,15 @@ class _Linear(torch.autograd.Function):
                 grad, largest_of_rows(grad), settings.gradient_dtype, needs_x, in_fp8
             )
         if needs_x:
-            weight = (_transposed(values, inverse), inverse)
+            weight = (_transposed(values, of_grad), inverse)
             grad_x = scaled_mm(
                 (rows, of_grad[_INVERSE]), weight, ctx.dtype, settings.fast_backward
             )
         if in_fp8:
             if settings.casts_again:
-                read = _cast_columns(x, scales)
+                read = _cast_columns(x, scales, of_grad)
             else:
-                read = _transposed(x, inverse)
+                read = _transposed(x, of_grad)
             pair: tuple[Operand, Operand] = (columns, of_grad[_INVERSE]), (read, scales[_INVERSE])
             first, second = pair[::-1] if settings.transposed else pair
             grad_weight = scaled_mm(first, second, ctx.slot, settings.fast_backward)
@@ -182,22 +182,23 @@ def _written(
 
 
 @torch.library.custom_op("stepscope::fp8_cast_columns", mutates_args=())
-def _cast_columns(x: Tensor, scales: Tensor) -> Tensor:
-    """Return the transposed copy of x in FP8, by the scale of an earlier cast."""
+def _cast_columns(x: Tensor, scales: Tensor, of_grad: Tensor) -> Tensor:  # noqa: ARG001
+    """Return the transposed copy of x in FP8, by the scale of an earlier cast. `of_grad` is a
+    tensor of the backward pass: without one, the copy would be made in the forward pass."""
     return _written(x, scales[_SCALE], E4M3, rows=False, columns=True)[1]
 
 
 @_cast_columns.register_fake
-def _(x: Tensor, scales: Tensor) -> Tensor:  # noqa: ARG001
+def _(x: Tensor, scales: Tensor, of_grad: Tensor) -> Tensor:  # noqa: ARG001
     return x.new_empty(tuple(x.shape)[::-1], dtype=DTYPES[E4M3])
 
 
 @torch.library.custom_op("stepscope::fp8_transposed", mutates_args=())
-def _transposed(values: Tensor, inverse: Tensor) -> Tensor:
-    """Return a contiguous transposed copy."""
-    return transposed((values, inverse))[0]
+def _transposed(values: Tensor, of_grad: Tensor) -> Tensor:
+    """Return a contiguous transposed copy, in the backward pass."""
+    return transposed((values, of_grad))[0]
 
 
 @_transposed.register_fake
-def _(values: Tensor, inverse: Tensor) -> Tensor:  # noqa: ARG001
+def _(values: Tensor, of_grad: Tensor) -> Tensor:  # noqa: ARG001
     return values.new_empty(tuple(values.shape)[::-1])
