@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stepscope.kernels.fp8.casts import Operand, quantize, scaled_mm
+from stepscope.kernels.fp8.casts import quantize, scaled_mm
 from stepscope.kernels.fp8.recipe import BF16, E4M3, TENSORWISE, Recipe
 from stepscope.kernels.fp8.reference import DTYPES, scale_of
 from stepscope.kernels.fp8.saved import transposed
@@ -81,8 +81,8 @@ class _Linear(torch.autograd.Function):
         settings: Settings,
     ) -> Tensor:
         rows, _, scales = _cast(x, largest_of_rows(x), E4M3, True, False)
-        out = scaled_mm(
-            (rows, scales[_INVERSE]), (values, inverse), x.dtype, settings.fast_forward, bias
+        out = _matmul(
+            rows, scales[_INVERSE], values, inverse, bias, x.dtype, settings.fast_forward
         )
         in_dtype = settings.casts_again or settings.weight_gradient == BF16
         ctx.save_for_backward(values, inverse, x if in_dtype else rows, scales)
@@ -102,18 +102,18 @@ class _Linear(torch.autograd.Function):
                 grad, largest_of_rows(grad), settings.gradient_dtype, needs_x, in_fp8
             )
         if needs_x:
-            weight = (_transposed(values, of_grad), inverse)
-            grad_x = scaled_mm(
-                (rows, of_grad[_INVERSE]), weight, ctx.dtype, settings.fast_backward
+            weight = _transposed(values, of_grad), inverse
+            grad_x = _matmul(
+                rows, of_grad[_INVERSE], *weight, None, ctx.dtype, settings.fast_backward
             )
         if in_fp8:
             if settings.casts_again:
                 read = _cast_columns(x, scales, of_grad)
             else:
                 read = _transposed(x, of_grad)
-            pair: tuple[Operand, Operand] = (columns, of_grad[_INVERSE]), (read, scales[_INVERSE])
+            pair = (columns, of_grad[_INVERSE]), (read, scales[_INVERSE])
             first, second = pair[::-1] if settings.transposed else pair
-            grad_weight = scaled_mm(first, second, ctx.slot, settings.fast_backward)
+            grad_weight = _matmul(*first, *second, None, ctx.slot, settings.fast_backward)
         elif learns:
             grad_weight = x.T @ grad if settings.transposed else grad.T @ x
         if of_bias:
@@ -126,6 +126,33 @@ def largest_of_rows(x: Tensor) -> Tensor:
     magnitude = x.detach().abs()
     finite = torch.where(magnitude.isfinite(), magnitude, 0.0)
     return finite.amax(-1).to(torch.float32)
+
+
+@torch.library.custom_op("stepscope::fp8_matmul", mutates_args=())
+def _matmul(
+    a: Tensor,
+    a_inverse: Tensor,
+    b: Tensor,
+    b_inverse: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    """Return a bᵀ plus the bias in that dtype."""
+    return scaled_mm((a, a_inverse), (b, b_inverse), dtype, fast, bias)
+
+
+@_matmul.register_fake
+def _(
+    a: Tensor,
+    a_inverse: Tensor,  # noqa: ARG001
+    b: Tensor,
+    b_inverse: Tensor,  # noqa: ARG001
+    bias: Tensor | None,  # noqa: ARG001
+    dtype: torch.dtype,
+    fast: bool,  # noqa: ARG001
+) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
 
 
 @torch.library.custom_op("stepscope::fp8_cast", mutates_args=())
