@@ -42,13 +42,22 @@ COMPILED = ("compile-blocks", "compile", "compile-reduce-overhead")
 CUDNN = "-cudnn"
 """Ending of a form in which torch prefers cuDNN's attention."""
 PEERS = ("plain", *COMPILED, *(form + CUDNN for form in COMPILED), "liger")
+_WITH_PASSES = {"form": "compiled with passes"}
+_BEFORE_GEMMS = ("head and loss", "attention")
 BY_GRAPH: dict[str, Any] = {
     "stepscope-compile": True,
-    "stepscope-compile-passes": {"form": "compiled with passes"},
-    "stepscope-compile-one-region": {"form": "compiled with passes", "regions": False},
+    "stepscope-compile-passes": _WITH_PASSES,
+    "stepscope-compile-one-region": _WITH_PASSES | {"regions": False},
+    "stepscope-compile-passes-no-gemms": _WITH_PASSES | {"passes": _BEFORE_GEMMS},
+    "stepscope-compile-passes-no-copies": _WITH_PASSES | {"passes": (*_BEFORE_GEMMS, "GEMMs")},
+    "stepscope-compile-passes-no-merging": (
+        _WITH_PASSES | {"passes": (*_BEFORE_GEMMS, "weight copies")}
+    ),
+    "stepscope-compile-fp8": _WITH_PASSES,
 }
 """Forms in which `accelerate` stands on the compiler's graph, with its argument `compile`: the form
-chosen by time, the one with all passes, and that one without a region per block."""
+chosen by time, the one with all passes, that one without a region per block or without some passes
+of linear layers, and in FP8."""
 OURS = (
     "stepscope", "stepscope-eager", "stepscope-compiled-blocks", "stepscope-graph", *BY_GRAPH,
 )  # fmt: skip
@@ -167,7 +176,8 @@ class Bench:
     def _our_step(self, form: str) -> Callable[[Any], Tensor]:
         import stepscope
 
-        model, optimizer, loss_fn = self.our_model(BY_GRAPH.get(form, False))
+        dtype = "fp8" if form.endswith("-fp8") else None
+        model, optimizer, loss_fn = self.our_model(BY_GRAPH.get(form, False), dtype)
         if form == "stepscope-compiled-blocks":
             _compile_blocks(model)
         return stepscope.TrainStep(
@@ -190,7 +200,7 @@ class Bench:
         return stepscope.TrainStep(model, optimizer, loss_fn=loss, dtype=torch.bfloat16)
 
     def our_model(
-        self, compile: Any = False
+        self, compile: Any = False, dtype: str | None = None
     ) -> tuple[nn.Module, torch.optim.Optimizer, LossFunction | None]:
         """Create the model with our pieces: our own with its switches, others accelerated; or any
         through the graph backend."""
@@ -203,7 +213,7 @@ class Bench:
             return model, InBackwardAdamW(model.parameters(), lr=LR, copies=copies), None  # type: ignore[arg-type]
         model = self.model()
         optimizer = self._adamw(model)
-        stepscope.accelerate(model, optimizer, compile=compile)
+        stepscope.accelerate(model, optimizer, compile=compile, dtype=dtype)
         return model, optimizer, loss_function(self.row)
 
     def _adamw(self, model: nn.Module) -> torch.optim.Optimizer:

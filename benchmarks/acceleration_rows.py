@@ -159,6 +159,12 @@ def own_decoder(tiny: bool) -> nn.Module:
     return Decoder(64, 32, 2, 4) if tiny else Decoder(65_536, 768, 12, 6)
 
 
+def linear_decoder(tiny: bool) -> nn.Module:
+    from linear_decoder import Decoder
+
+    return Decoder(64, 64, 128, 2, 4) if tiny else Decoder(10_000, 2560, 10_240, 32, 32)
+
+
 def own(size: str) -> Callable[[bool], nn.Module]:
     def build(tiny: bool) -> nn.Module:
         from stepscope.attention.api import attention_with
@@ -228,6 +234,7 @@ ROWS = {
         Row("x_transformers", "logits", x_transformers, Shape(8, 1024, 50_257)),
         Row("packed_2.7b", "pairs", packed_decoder, Shape(4, 2048, 10_000)),
         Row("own_decoder", "pairs", own_decoder, Shape(8, 2048, 65_536)),
+        Row("linear_2.7b", "pairs", linear_decoder, Shape(4, 2048, 10_000)),
         Row("cs336_medium", "pairs", cs336, Shape(8, 512, 10_000)),
         Row("timm_vit_b16", "vit", timm_vit, Shape(128, 224, 1000), Shape(2, 32, 1000)),
     )

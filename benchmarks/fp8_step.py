@@ -7,8 +7,9 @@
 
 Blocks of at least `--seconds` of consecutive steps in ABBA order (`benchmarks/acceleration.py`).
 `bf16` and `fp8-…` are Stepscope's step: its own model with fused projections and the optimizer in
-the backward pass, others by `stepscope.accelerate`, both in a `TrainStep`. `torchao-…` converts the
-linear layers of the blocks (not the head) and compiles the blocks; `compiled` does the latter only.
+the backward pass, others by `stepscope.accelerate`, both in a `TrainStep`; `graph-…` is `accelerate`
+through the compiler's graph. `torchao-…` converts the linear layers of the blocks (not the head) and
+compiles the blocks; `compiled` does the latter only. With `-cudnn` torch prefers cuDNN's attention.
 8b has bfloat16 weights and recomputes gates, as its bf16
 record; torchao is not tried there.
 """
@@ -23,8 +24,8 @@ from typing import Any
 
 import acceleration
 import torch
-from acceleration import LR, Bench, EagerStep, SkippedError, Turns
-from acceleration_rows import LLAMA_1B, SEED, Row, Shape
+from acceleration import CUDNN, LR, Bench, EagerStep, SkippedError, Turns
+from acceleration_rows import LLAMA_1B, SEED, Row, Shape, linear_decoder
 from torch import Tensor, nn
 
 from stepscope.kernels.fp8.layers import Fp8Layers
@@ -38,8 +39,13 @@ RECIPES = {
     "fp8-blockwise": Recipe("blockwise", fast_accumulation="none"),
     "fp8-tensorwise-bf16-dw": Recipe(weight_gradient=BF16),
 }
-PEERS = ("compiled", "torchao-tensorwise", "torchao-rowwise")
-FORMS = ("bf16", *RECIPES, *PEERS)
+GRAPHS = {
+    "graph-bf16": None,
+    "graph-fp8": RECIPES["fp8-tensorwise"],
+}
+_PEERS = ("compiled", "torchao-tensorwise", "torchao-rowwise")
+PEERS = (*_PEERS, *(peer + CUDNN for peer in _PEERS))
+FORMS = ("bf16", *RECIPES, *GRAPHS, *PEERS)
 POLICIES = {"own_8b": "inputs-16"}
 """Activation policies of rows that do not fit otherwise."""
 
@@ -71,6 +77,7 @@ ROWS = {
     row.name: row
     for row in (
         Row("own_2.7b", "own", own("2.7b", 2048), Shape(4, 2048, 10_000)),
+        Row("linear_2.7b", "pairs", linear_decoder, Shape(4, 2048, 10_000)),
         Row("own_xl", "own", own("xl", 2048), Shape(4, 2048, 10_000)),
         Row("own_8b", "own", own("8b", 32_768, "2026"), Shape(1, 32_768, 151_936)),
         Row("hf_llama_1b", "hf", LLAMA_1B, Shape(4, 2048, 128_256)),
@@ -88,11 +95,15 @@ class Fp8Bench(Bench):
         return self.args.policy or default
 
     def step(self, form: str) -> Callable[[Any], Tensor]:
+        if form.endswith(CUDNN):
+            return acceleration._with_cudnn(self.step(form.removesuffix(CUDNN)))
         if form in PEERS:
             return self._peer(form)
-        recipe = RECIPES.get(form)
+        recipe = RECIPES.get(form) or GRAPHS.get(form)
         if recipe is not None and (reason := unavailable(self.device, recipe)):
             raise SkippedError(reason)
+        if form in GRAPHS:
+            return self._accelerated(recipe, {"form": "compiled with passes"})
         return self._own(recipe) if self.row.family == "own" else self._accelerated(recipe)
 
     def _own(self, recipe: Recipe | None) -> Callable[[Any], Tensor]:
@@ -124,13 +135,16 @@ class Fp8Bench(Bench):
         )
         return _Explained(step, fp8)
 
-    def _accelerated(self, recipe: Recipe | None) -> Callable[[Any], Tensor]:
+    def _accelerated(self, recipe: Recipe | None, compile: Any = False) -> Callable[[Any], Tensor]:
         import stepscope
 
         model = self.model()
         optimizer = self._adamw(model)
-        report = stepscope.accelerate(model, optimizer, dtype=recipe or torch.bfloat16)
-        return _Explained(stepscope.TrainStep(model, optimizer), report.fp8)
+        report = stepscope.accelerate(
+            model, optimizer, dtype=recipe or torch.bfloat16, compile=compile
+        )
+        loss_fn = acceleration.loss_function(self.row)
+        return _Explained(stepscope.TrainStep(model, optimizer, loss_fn=loss_fn), report.fp8)
 
     def _peer(self, form: str) -> Callable[[Any], Tensor]:
         if self.row.name == "own_8b":

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepscope.acceleration.backend import PASSES
 from stepscope.acceleration.checks import Alike
 from stepscope.acceleration.compiled import Compilation
 from stepscope.acceleration.forward_registry import add_layer, forward_below, layer_owners
@@ -124,8 +125,6 @@ def accelerate(
             "DataParallel replicates the model in every call, without its fused kernels",
             "use DistributedDataParallel",
         )
-    if fp8 is not None and compile:
-        raise UsageError("FP8 layers replace modules", "use compile=False, or dtype=torch.bfloat16")
     if fp8 is not None:
         device = next((p.device for p in inner.parameters()), torch.device("cpu"))
         if reason := unavailable(device, fp8.recipe):
@@ -141,7 +140,7 @@ def accelerate(
     report.on_cpu = kinds == {"cpu"} and not is_interpreted()
     if compile and not _is_sharded(inner):
         options = dict(compile) if isinstance(compile, Mapping) else {}
-        _compile(inner, optimizer, options, compute, patterns, report)
+        _compile(inner, optimizer, options, compute, patterns, report, fp8)
         if sample is not None:
             check_on(model, sample)
         return report
@@ -178,16 +177,21 @@ def _compile(
     dtype: torch.dtype | None,
     patterns: tuple[str | type[nn.Module], ...],
     report: Report,
+    fp8: Fp8Layers | None,
 ) -> None:
     """Let training calls run through the graph backend."""
-    report.compilation = Compilation(model, report, options, dtype, patterns)
+    copies = WeightCopies(model.parameters(), keep=False)
+    fused = optimizer is not None and _fuse(optimizer, copies, report)
+    if fp8 is not None:
+        _use_fp8(model, copies, fp8, report)
+    # Without an update that writes them, the casts stay in the graph.
+    given = copies if fused or fp8 is not None else None
+    report.compilation = Compilation(model, report, options, dtype, patterns, given, fp8)
     _ACCELERATED.add(model)
     report.on_undo(lambda: _ACCELERATED.discard(model))
     report.on_undo(report.compilation.undo)
     if dtype is not None:
         report.notes.append(_autocast(dtype))
-    if optimizer is not None:
-        _fuse(optimizer, None, report)
 
 
 def _autocast(dtype: torch.dtype) -> str:
@@ -199,11 +203,11 @@ def _require_known(model: nn.Module, patterns: tuple[str | type[nn.Module], ...]
     nothing."""
     names = [name for name, _ in model.named_modules()]
     for pattern in patterns:
-        known = isinstance(pattern, type) or pattern in _PIECES
+        known = isinstance(pattern, type) or pattern in (*_PIECES, *PASSES)
         if not known and not any(fnmatchcase(name, pattern) for name in names):
             raise UsageError(
                 f"exclude has {pattern!r}, but the model has no such module",
-                f"a name of named_modules(), a pattern, or one of: {', '.join(_PIECES)}",
+                f"a name of named_modules(), a pattern, or one of: {', '.join(dict.fromkeys((*_PIECES, *PASSES)))}",
             )
 
 
@@ -414,15 +418,17 @@ def _set_dtype(model: nn.Module, dtype: torch.dtype | None, report: Report) -> N
     report.notes.append(_autocast(dtype))
 
 
-def _fuse(optimizer: Any, copies: WeightCopies | None, report: Report) -> None:
+def _fuse(optimizer: Any, copies: WeightCopies, report: Report) -> bool:
+    """Fuse the update of an optimizer; return whether that is possible."""
     from stepscope.acceleration.optimizer import fuse_optimizer
 
     update = fuse_optimizer(optimizer, copies)
     if isinstance(update, str):
         report.leave(Left("optimizer", type(optimizer).__name__, update))
-        return
+        return False
     report.notes.append(f"optimizer          {type(optimizer).__name__} in one kernel")
     report.on_undo(update.undo)
+    return True
 
 
 def _is_replicated(model: nn.Module) -> bool:

@@ -15,10 +15,17 @@ from torch.fx import GraphModule
 from stepscope.acceleration import torch_internals
 from stepscope.acceleration.comparison import Comparison
 from stepscope.acceleration.numbers import numbers_as_tensors
-from stepscope.acceleration.passes import attention, head_loss
+from stepscope.acceleration.passes import attention, head_loss, linears
 from stepscope.acceleration.passes.in_place import write_out_of_place
 from stepscope.acceleration.passes.matching import Applied, Left, Outcome
-from stepscope.acceleration.regions import ONE_REGION, Regions, compile_regions, hoist_views
+from stepscope.acceleration.passes.linears import Weights, copied_inputs
+from stepscope.acceleration.regions import (
+    ONE_REGION,
+    Regions,
+    compile_regions,
+    hoist_views,
+    region_numbers,
+)
 from stepscope.errors import UsageError, one_line
 
 _log = logging.getLogger(__name__)
@@ -26,8 +33,8 @@ _COMPILERS = {
     "inductor": torch_internals.compile_with_inductor,
     "aot_eager": torch_internals.compile_with_aot_eager,
 }
-PASSES = (head_loss.NAME, attention.NAME)
-_OPTIONS = ("compiler", "kernels", "passes", "regions")
+PASSES = (head_loss.NAME, attention.NAME, *linears.NAMES)
+_OPTIONS = ("compiler", "kernels", "passes", "regions", "copies", "fp8")
 _MAX_REPORTS = 64
 
 
@@ -78,7 +85,7 @@ def backend(
 
     Options: `compiler` ("inductor" or "aot_eager"), `passes` (False: none, or names of `PASSES`),
     `regions` (False: one), `kernels` (True or False: whether attention kernels are used, otherwise
-    by device).
+    by device), `copies` (`WeightCopies` that an optimizer writes) and `fp8` (`Fp8Layers`).
     """
     return compiled_graph(module, inputs, _checked(options or {}))[0]
 
@@ -146,9 +153,17 @@ def _rewritten(
     original = GraphModule(traced, copy.deepcopy(traced.graph))
     numbers_as_tensors(traced.graph)
     compile_region = torch_internals.without_numbers(compile_region, fakes)
-    outcomes = tuple(run_passes(traced, options.get("kernels"), _names(options)))
+    placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
+    tensors = dict(zip(placeholders, inputs, strict=True))
+    weights = Weights(tensors, options.get("copies"), options.get("fp8"))
+    outcomes = tuple(run_passes(traced, options.get("kernels"), _names(options), weights))
     compiled, regions, comparison = compile_regions(
-        traced, original, fakes, compile_region, by_block=options.get("regions", True)
+        traced,
+        original,
+        fakes,
+        compile_region,
+        by_block=options.get("regions", True),
+        copied=copied_inputs(traced.graph),
     )
     return compiled, GraphReport(regions, outcomes), comparison
 
@@ -176,7 +191,10 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_passes(
-    module: GraphModule, kernels: bool | None = None, names: Collection[str] = PASSES
+    module: GraphModule,
+    kernels: bool | None = None,
+    names: Collection[str] = PASSES,
+    weights: Weights | None = None,
 ) -> list[Outcome]:
     """Rewrite a retraced graph, and return what each pass did and did not replace."""
     outcomes: list[Outcome] = []
@@ -185,6 +203,9 @@ def run_passes(
         outcomes += head_loss.fuse_head_and_loss(module.graph)
     if attention.NAME in names:
         outcomes += attention.fuse_attention(module.graph, kernels=kernels)
+    if weights is not None and {*linears.NAMES} & {*names}:
+        regions = region_numbers(module)
+        outcomes += linears.fuse_linears(module.graph, weights, names, regions)
     module.graph.eliminate_dead_code()
     torch_internals.rename_replacements(module)
     module.graph.lint()

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_map
 
 from stepscope.acceleration.checks import Run, differs, fixed_gradients
+from stepscope.acceleration.copied import Copied
 from stepscope.acceleration.passes.matching import written_memory
 from stepscope.acceleration.torch_internals import (
     ENTERS_AUTOCAST,
@@ -28,6 +29,9 @@ from stepscope.acceleration.torch_internals import (
     name_before_split,
 )
 
+FP8_TOLERANCE = 0.25
+"""Relative error that is accepted where linear layers run in FP8: the casts of both operands lose
+2 to 3 percent each, and a gradient passes several layers. A wrong operand or scale loses all."""
 _ALONE = "it returns values with gradients that the original does not return there"
 
 
@@ -78,6 +82,8 @@ class Comparison:
     compiled: Mapping[int, CompiledPart]
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Attributes that regions have as inputs."""
+    copied: Mapping[str, Copied] = field(default_factory=dict)
+    """What makes inputs of compiled regions of inputs of the graph."""
     errors: dict[object, list[float]] = field(default_factory=dict)
 
     @classmethod
@@ -98,7 +104,8 @@ class Comparison:
             before, after = self.original.get(number), self.compiled.get(number)
             if before is not None and after is not None:
                 known = {
-                    n: values.get(n, made.get(n)) for n in (*before.inputs, *after.part.inputs)
+                    n: values.get(n, made.get(n))
+                    for n in (*before.inputs, *self._read(after.part.inputs))
                 }
                 why = self._difference(before, after, known, learned)
                 if why:
@@ -110,7 +117,9 @@ class Comparison:
                 if after is not None and set(after.part.outputs) - set(
                     before.outputs if before else ()
                 ):
-                    found = after.part(*_inputs(after.part, made | values).values())
+                    known = made | values
+                    known |= self._copies(after.part, known)
+                    found = after.part(*_inputs(after.part, known).values())
                     made.update(zip(after.part.outputs, found, strict=True))
                 if before is not None:
                     inputs = _inputs(before, values)
@@ -122,26 +131,29 @@ class Comparison:
         self, before: Part, after: CompiledPart, values: Mapping[str, Any], learned: Collection[str]
     ) -> str:
         outputs = [name for name in before.outputs if name and name in after.part.outputs]
-        wanted = [name for name in before.inputs if name in after.needs_gradient]
-        learned = after.needs_gradient | {n for n in before.inputs if n in learned}
+        needed = self._read(after.needs_gradient)
+        wanted = [name for name in before.inputs if name in needed]
+        learned = {*needed, *(n for n in before.inputs if n in learned)}
 
         drawn: list[bool] = []
         alone: set[str] = set()
 
         def run(part: Part, call: Callable[..., Any], dtype: torch.dtype | None = None) -> Run:
-            leaves = {name: _leaf(values[name], name in learned, dtype) for name in part.inputs}
-            inputs = _inputs(part, leaves, clone=Tensor.clone)
+            leaves = {n: _leaf(values[n], n in learned, dtype) for n in self._read(part.inputs)}
             device = _device(leaves.values())
             exact = torch.autocast(device.type, enabled=False) if dtype else nullcontext()
             devices = _gpus(device)
             with torch.random.fork_rng(devices), torch.enable_grad(), exact:
+                known = leaves | self._copies(part, leaves)
+                inputs = _inputs(part, known, clone=Tensor.clone)
                 states = _random_states(devices)
                 produced = dict(zip(part.outputs, as_tuple(call(*inputs.values())), strict=True))
                 drawn.append(not all(map(torch.equal, states, _random_states(devices))))
                 if part is after.part:
                     alone.update(n for n, x in produced.items() if _learns(x) and n not in outputs)
                 return fixed_gradients(
-                    [produced[name] for name in outputs], [leaves[name] for name in wanted]
+                    [produced[name] for name in outputs],
+                    [leaves[name] for name in wanted],
                 )
 
         expected = run(before, before)
@@ -150,7 +162,23 @@ class Comparison:
         if alone:
             return _ALONE
         in_float32 = partial(run, before, _InFloat32(before.graph).run, torch.float32)
-        return differs(expected, actual, in_float32, self.errors, after.kind)
+        reads_fp8 = any(n in self.copied and self.copied[n].fp8 for n in after.part.inputs)
+        tolerance = FP8_TOLERANCE if reads_fp8 else 0.0
+        return differs(expected, actual, in_float32, self.errors, after.kind, tolerance)
+
+    def _read(self, names: Iterable[str]) -> list[str]:
+        """Return the inputs of the graph that these inputs of a region are, or are made of."""
+        found = (self.copied[n].weights if n in self.copied else (n,) for n in names)
+        return list(dict.fromkeys(name for some in found for name in some))
+
+    def _copies(self, part: Part, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the inputs of a region that are made of inputs of the graph."""
+        made: dict[str, Any] = {}
+        for name in part.inputs:
+            if name in self.copied and name not in made:
+                one = self.copied[name]
+                made.update(zip(one.names, one(*(values[n] for n in one.weights)), strict=True))
+        return made
 
 
 class _InFloat32(Interpreter):

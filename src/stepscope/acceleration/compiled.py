@@ -28,10 +28,13 @@ from stepscope.acceleration.choice import (
     clock_of,
     digest_of,
 )
+from stepscope.acceleration.comparison import FP8_TOLERANCE
 from stepscope.acceleration.forward_registry import Layer, add_layer, layer_owners
 from stepscope.acceleration.replacement import Left
 from stepscope.acceleration.torch_internals import compiled_apart, graph_breaks
 from stepscope.errors import UsageError
+from stepscope.kernels.fp8.layers import Fp8Layers
+from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.torch_tools.capturing import is_capturing
 from stepscope.torch_tools.derivatives import transforms_active
 from stepscope.torch_tools.module_hooks import has_global_hooks
@@ -60,15 +63,19 @@ class Compilation:
         options: Mapping[str, Any],
         dtype: torch.dtype | None = None,
         exclude: Iterable[str | type[nn.Module]] = (),
+        copies: WeightCopies | None = None,
+        fp8: Fp8Layers | None = None,
     ) -> None:
         self.model, self.dtype = model, dtype
+        self.copies, self.fp8 = copies, fp8
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         patterns = tuple(exclude)
         self.fixed_form: str | None = options.get("form")
         """The form that was asked for: it is not chosen by time then."""
         if self.fixed_form not in (None, *FORMS):
             raise UsageError(f"form={self.fixed_form!r}", f"one of: {', '.join(FORMS)}")
-        self.options = {name: x for name, x in options.items() if name != "form"}
+        given = {name: x for name, x in options.items() if name != "form"}
+        self.options = given | {"copies": copies, "fp8": fp8}
         self.passes = tuple(name for name in Graphs(**self.options).passes if name not in patterns)
         self.functions: list[CompiledFunction] = []
         self._suspended = False
@@ -201,7 +208,7 @@ class CompiledFunction:
     def _variant(self, **options: Any) -> tuple[Callable[..., Any], Graphs]:
         """Return the compiled function with the present passes, compiled in its first call."""
         settings = self._settings(self.kind) | options
-        key = tuple(settings.items())
+        key = _key_of(settings)
         if key not in self._variants:
             graphs = Graphs(**settings)
             self._variants[key] = compiled_apart(self._run, graphs), graphs
@@ -286,10 +293,16 @@ class CompiledFunction:
             return output
 
         try:
-            why = difference(self._owner.model, original, replaced, args, kwargs, gradients=False)
+            why = difference(
+                self._owner.model, original, replaced, args, kwargs, self._tolerance(), gradients=False
+            )
         except torch.OutOfMemoryError:
             return "there is not enough memory to compare it with the original"
         return next(iter(found), why)
+
+    def _tolerance(self) -> float:
+        in_fp8 = self._owner.fp8 is not None and self.kind == PASSES
+        return FP8_TOLERANCE if in_fp8 else 0.0
 
     def _random_states(self) -> list[Tensor]:
         states = [torch.get_rng_state()]
@@ -312,7 +325,7 @@ class CompiledFunction:
     @property
     def _reports(self) -> list[GraphReport]:
         """What became of the graphs that run with passes."""
-        _, graphs = self._variants.get(tuple(self._settings(PASSES).items()), (None, None))
+        _, graphs = self._variants.get(_key_of(self._settings(PASSES)), (None, None))
         return [] if graphs is None else graphs.reports
 
     @property
@@ -353,7 +366,16 @@ class CompiledFunction:
         batch = [(tuple(x.shape), x.dtype) for x in _tensors(self._inputs)]
         autocast = torch.is_autocast_enabled(device.type), self._owner.dtype
         versions = torch.__version__, __version__
-        return digest_of(name, kinds, parameters, batch, autocast, versions, self.choice.graphs)
+        fp8 = None if self._owner.fp8 is None else str(self._owner.fp8.recipe)
+        passes = self._passes, self._owner.copies is not None, fp8
+        return digest_of(
+            name, kinds, parameters, batch, autocast, versions, passes, self.choice.graphs
+        )
+
+
+def _key_of(settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what distinguishes the options of a model."""
+    return tuple((name, x) for name, x in settings.items() if name not in ("copies", "fp8"))
 
 
 def _bucket(leaf: Any) -> object:

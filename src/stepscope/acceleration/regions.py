@@ -7,8 +7,9 @@ once.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,8 @@ from stepscope.acceleration.comparison import (
     constants_of,
     with_gradient,
 )
-from stepscope.acceleration.passes.matching import is_tensor, memory_of, value_of
+from stepscope.acceleration.copied import Copied
+from stepscope.acceleration.passes.matching import MATMULS, is_tensor, memory_of, value_of
 from stepscope.acceleration.torch_internals import (
     ENTERS_AUTOCAST,
     EXITS_AUTOCAST,
@@ -138,7 +140,7 @@ def _blocks(nodes: Sequence[Node]) -> dict[Node, str]:
     for node, path in paths.items():
         for name, kind in path:
             calls[name] = (name.rpartition(".")[0], kind)
-            matmuls[name] += node.target in _MATMULS
+            matmuls[name] += node.meta.get(MATMULS, int(node.target in _MATMULS))
     siblings = Counter(calls.values())
     repeated = {
         name
@@ -160,32 +162,62 @@ def compile_regions(
     compile_region: Callable[[GraphModule, Sequence[Any]], Compiled],
     *,
     by_block: bool = True,
+    copied: Mapping[str, Copied] | None = None,
 ) -> tuple[Compiled, Regions, Comparison]:
     """Compile each kind of region once, and return the graph that calls them, with the regions of
-    the original graph to compare them with."""
+    the original graph to compare them with. `copied` makes the last inputs of the graph."""
+    copied = copied or {}
     numbers = region_numbers(module)
     if not by_block or any(_writes_to_another(node, numbers) for node in numbers):
         numbers = dict.fromkeys(numbers, 0)
     before = split(original, _numbers_of(original, numbers))
     outer = split(module, numbers)
+    placeholders = [n for n in outer.graph.nodes if n.op == "placeholder"]
+    values = {n.name: n.meta["val"] for n in module.graph.nodes if n.name in copied}
+    inputs = [*inputs, *(values[n.name] for n in placeholders if n.name in copied)]
     compiler = _Compiler(outer, compile_region, inputs)
     compiler.run(*inputs)
-    placeholders = [n for n in outer.graph.nodes if n.op == "placeholder"]
     for node in outer.graph.nodes:
         if node.op == "call_module":
             more = (placeholders[at] for at in compiler.lengths[node.target])
             node.args = (*node.args, *more)
+    given = [n for n in placeholders if n.name not in copied]
+    _copy_where_read(outer, copied)
     comparison = Comparison(
-        tuple(n.name for n in placeholders),
+        tuple(n.name for n in given),
         {number: Part.of(part) for number, part in _parts(before)},
         {number: compiler.compiled[_NAME + str(number)] for number, _ in _parts(outer)},
         constants_of(before) | constants_of(outer),
+        copied,
     )
     for name, compiled in compiler.compiled.items():
         setattr(outer, name, _Call(compiled.run))
     outer.recompile()
     regions = Regions(len(compiler.compiled), len(compiler.by_structure))
     return outer.forward, regions, comparison
+
+
+def _copy_where_read(outer: GraphModule, copied: Mapping[str, Copied]) -> None:
+    """Make copies of weights right before the first region that reads them: then their gradients
+    are passed on as soon as those of that region are known."""
+    graph = outer.graph
+    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    for number, one in enumerate({id(x): x for x in copied.values()}.values()):
+        inputs = [placeholders[name] for name in one.names]
+        users = {user for node in inputs for user in node.users}
+        if users:
+            name = f"copied_{number}"
+            setattr(outer, name, _Call(one))
+            weights = tuple(placeholders[x] for x in one.weights)
+            with graph.inserting_before(min(users)):
+                made = graph.call_module(name, weights)
+                parts = [
+                    graph.call_function(operator.getitem, (made, at)) for at in range(len(inputs))
+                ]
+            for node, part in zip(inputs, parts, strict=True):
+                node.replace_all_uses_with(part)
+        for node in inputs:
+            graph.erase_node(node)
 
 
 _NAME = "submod_"
@@ -220,7 +252,7 @@ def _writes_to_another(node: Node, numbers: dict[Node, int]) -> bool:
 
 
 class _Call(torch.nn.Module):
-    """A compiled region in the place of a submodule."""
+    """A compiled region, or what makes copies of weights, as a submodule."""
 
     def __init__(self, compiled: Compiled) -> None:
         super().__init__()

@@ -208,6 +208,11 @@ def note_names(module: GraphModule) -> None:
         node.meta[_NAME] = node.name
 
 
+def forget_name(meta: dict[str, Any]) -> None:
+    """Let nodes with this `meta` of another one not get its name."""
+    meta.pop(_NAME, None)
+
+
 def rename_replacements(module: GraphModule) -> None:
     """Give nodes that replaced another one its name."""
     present = {node.name for node in module.graph.nodes}

@@ -89,7 +89,8 @@ class SideStream:
 
 class AsyncTensor(Tensor):
     """A tensor that a side stream may still be writing: every operator that reads it makes the
-    current stream wait first, as torch's `AsyncCollectiveTensor` does for collectives.
+    current stream wait first, as torch's `AsyncCollectiveTensor` does for collectives. Its values
+    may have a narrower dtype than it has: readers get a cast.
 
     It has no storage, so nothing reads the memory unnoticed. The wait is a dependency on the
     device, which a CUDA graph records.
@@ -104,14 +105,19 @@ class AsyncTensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls, value: Tensor, stream: SideStream, done: Any, joins: int | None = None
+        cls,
+        value: Tensor,
+        stream: SideStream,
+        done: Any,
+        joins: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> AsyncTensor:
         made: AsyncTensor = Tensor._make_wrapper_subclass(
             cls,
             value.size(),
             strides=value.stride(),
             storage_offset=value.storage_offset(),
-            dtype=value.dtype,
+            dtype=dtype or value.dtype,
             device=value.device,
         )
         made._value, made._stream, made._done = value, stream, done
@@ -134,13 +140,13 @@ class AsyncTensor(Tensor):
 
     def wait(self) -> Tensor:
         """Make the current stream wait until the tensor is written; return it as a plain tensor."""
-        if self._joins == self._stream.joins:
+        if self._done is not None and self._joins == self._stream.joins:
             self._stream.wait(self._done)
-        return self._value
+        return self._value.to(self.dtype)
 
     def read_on(self, stream: SideStream | None) -> Tensor:
-        """Return it for work that will run on that side stream: on the one that writes it there is
-        nothing to wait for."""
+        """Return its values, maybe in a narrower dtype, for work that will run on that side stream:
+        on the one that writes them there is nothing to wait for."""
         return self._value if stream is self._stream else self.wait()
 
     # What reads the memory and is no operator.
@@ -171,7 +177,7 @@ class AsyncTensor(Tensor):
         return repr(self.wait())
 
     def _view(self, view: Tensor) -> AsyncTensor:
-        return AsyncTensor(view, self._stream, self._done, self._joins)
+        return AsyncTensor(view, self._stream, self._done, self._joins, self.dtype)
 
 
 _VIEWS = (torch.ops.aten.detach.default, torch.ops.aten.split_with_sizes.default)
@@ -215,14 +221,31 @@ def compute_gradients(
     """Run work that writes `results`, the gradients of parameters, and return them: on the side
     stream of the active optimizer if it updates all of these there, else on the current stream. A
     parameter that no longer exists is None."""
-    alive = [one for one in parameters if one is not None]
-    stream = None
-    if _active is not None and alive and len(alive) == len(parameters):
-        stream = _active.gradient_stream(alive)
+    stream = _stream_of(parameters)
     if stream is None:
         work()
         return tuple(results)
     return stream.compute(work, reads, results)
+
+
+def widened(
+    parameters: Sequence[Tensor | None], gradients: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Return gradients on the current stream in the dtype of their parameters. Where the active
+    optimizer updates all of these on its side stream, they are cast for other readers only: the
+    update reads them in their own dtype, in half the bytes."""
+    stream = _stream_of(parameters)
+    if stream is None:
+        return tuple(gradient.to(dtype) for gradient in gradients)
+    return tuple(AsyncTensor(one, stream, None, dtype=dtype) for one in gradients)
+
+
+def _stream_of(parameters: Sequence[Tensor | None]) -> SideStream | None:
+    """Return the side stream on which the active optimizer updates all of these."""
+    alive = [one for one in parameters if one is not None]
+    if _active is None or not alive or len(alive) != len(parameters):
+        return None
+    return _active.gradient_stream(alive)
 
 
 def gradient_consumer(

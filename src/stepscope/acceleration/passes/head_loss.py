@@ -123,12 +123,12 @@ def _is_linear(node: Node) -> bool:
     if calls(node, aten.linear.default):
         return value_of(node.args[1]).dim() == 2
     if calls(node, aten.einsum.default):
-        return _order_of_weight(node) is not None
+        return order_of_weight(node) is not None
     left, right = (value_of(x).dim() for x in node.args)
     return left >= 2 and right == 2
 
 
-def _order_of_weight(einsum: Node) -> list[int] | None:
+def order_of_weight(einsum: Node) -> list[int] | None:
     """Return the order of the dimensions of the weight in which it is (vocab, d)."""
     equation, operands = str(einsum.args[0]).replace(" ", ""), einsum.args[1]
     inputs, _, out = equation.partition("->")
@@ -147,7 +147,7 @@ def _operands(node: Node) -> tuple[Any, Any, Any]:
     pair: Any = node.args
     order: list[int] | None = [1, 0]
     if calls(node, aten.einsum.default):
-        pair, order = node.args[1], _order_of_weight(node)
+        pair, order = node.args[1], order_of_weight(node)
     rows, weight = pair
     if order == [1, 0]:
         weight = node.graph.call_function(aten.t.default, (weight,))

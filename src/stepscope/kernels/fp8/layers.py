@@ -171,6 +171,22 @@ class Fp8Layers:
         read = read.to(matmul_dtype(read))
         return fp8_mlp(read, normed, operands, settings, first, second, biases, out_bias)
 
+    def operands(
+        self, weights: Weights, copies: WeightCopies, transposed: bool = False
+    ) -> Quantized:
+        """Return all these weights as operands of FP8 GEMMs."""
+        return self._operands(weights, self._layer(weights, transposed), copies)
+
+    def recipe_of(self, weights: Weights) -> Recipe:
+        """Return the recipe of the layer that reads these weights side by side."""
+        return self._recipe_of(weights)[0]
+
+    def decide(self, weights: Weights, tokens: int | None, transposed: bool) -> str | None:
+        """Return why a layer stays in the matmul dtype, and record it; None for a layer in FP8."""
+        reason = self.refused(weights, tokens, transposed)
+        self._decide(weights, reason)
+        return reason
+
     def _operands(self, weights: Weights, layer: Layer, copies: WeightCopies) -> Quantized:
         # A weight that a wrapper gathers from several ranks has no name here: it changes without a
         # change of its version.
