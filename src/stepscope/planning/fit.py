@@ -44,19 +44,21 @@ class Fitted:
         self,
         plan: MemoryPlan,
         plans: list[MemoryPlan],
-        prediction: MemoryPrediction,
+        prediction: MemoryPrediction | None,
         budget: int,
         rates: Rates,
         layers: list[Layer],
     ) -> None:
-        self.plan, self.plans, self.prediction = plan, plans, prediction
+        self.plan, self.plans = plan, plans
+        self.prediction = prediction
+        """A run of the full step with the plan; None with compiled blocks."""
         self.budget, self.rates = budget, rates
         self._layers = layers
 
     @property
     def peak(self) -> int:
-        """Predicted bytes at the peak, from a run of the full step with the plan."""
-        return self.prediction.peak.allocated
+        """Predicted bytes at the peak: of compiled blocks an estimate."""
+        return self.plan.peak if self.prediction is None else self.prediction.peak.allocated
 
     @property
     def seconds(self) -> float:
@@ -113,9 +115,12 @@ def fit(
     with fakes.active():
         fake_model, fake_optimizer = fakes.copy(model, optimizer)
         batch = fakes.batch(sample)
-        plans = plans_of(fake_model, fake_optimizer, batch, options, rates)
+        compiled = is_compiled(model)
+        plans = plans_of(fake_model, fake_optimizer, batch, options, rates, compiled=compiled)
 
-        def predicted(plan: MemoryPlan) -> MemoryPrediction:
+        def predicted(plan: MemoryPlan) -> MemoryPrediction | None:
+            if compiled:
+                return None
             layers = apply_plan(fake_model, plan)
             try:
                 return predict_fake(fakes, fake_model, fake_optimizer, batch, options, steps=1)
@@ -136,9 +141,11 @@ def plans_of(
     options: StepOptions,
     rates: Rates,
     ranks: Ranks = ONE_RANK,
+    *,
+    compiled: bool = False,
 ) -> list[MemoryPlan]:
     """Return the frontier of a step of fake tensors, the fastest plan first. With several ranks it
-    is that of one of them, without the time of communication."""
+    is that of one of them, without the time of communication. `compiled`: of compiled blocks."""
     use_cuda_defaults(optimizer)
     blocks = Blocks(model, rates)
     dtypes: dict[str, torch.dtype] = {}
@@ -149,7 +156,7 @@ def plans_of(
     blocks.run(None if is_sharded else optimizer, batch, options)
     for kind, example in blocks.examples.items():
         blocks.plain[kind] = run_block(example, options.dtype, rates)
-    kinds = kinds_of(blocks, options)
+    kinds = kinds_of(blocks, options, compiled=compiled)
     if is_sharded:
         blocks.sharded = ShardedModel(model, blocks.modules, optimizer, ranks, dtypes)
         blocks.run(optimizer, batch, options)
@@ -159,16 +166,49 @@ def plans_of(
     return frontier(blocks, kinds, recorded)
 
 
+def plans_of_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    sample: Any,
+    *,
+    loss_fn: LossFunction | None = None,
+    dtype: torch.dtype | None = None,
+    max_grad_norm: float | None = None,
+) -> list[MemoryPlan]:
+    """Return all plans that `fit` selects from, the fastest first."""
+    fakes = Fakes(line_of_code)
+    with fakes.active():
+        return plans_of(
+            *fakes.copy(model, optimizer),
+            fakes.batch(sample),
+            StepOptions(loss_fn, dtype, max_grad_norm),
+            known_rates(),
+            compiled=is_compiled(model),
+        )
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether the blocks of a model are compiled, alone or as parts of it."""
+    blocks = repeated_blocks(model).values()
+    return any(one._compiled_call_impl is not None for one in (model, *blocks))
+
+
 def _fastest(
-    plans: list[MemoryPlan], limit: int, predicted: Callable[[MemoryPlan], MemoryPrediction]
-) -> tuple[MemoryPlan, MemoryPrediction]:
-    """Return the fastest plan that fits, by a run of the full step."""
+    plans: list[MemoryPlan],
+    limit: int,
+    predicted: Callable[[MemoryPlan], MemoryPrediction | None],
+) -> tuple[MemoryPlan, MemoryPrediction | None]:
+    """Return the fastest plan that fits, by a run of the full step where there is one."""
+
+    def needed(plan: MemoryPlan, prediction: MemoryPrediction | None) -> float:
+        return MARGIN * (plan.peak if prediction is None else prediction.peak.allocated)
+
     for plan in plans:
         if plan.peak * MARGIN <= limit:
             prediction = predicted(plan)
-            if prediction.peak.allocated * MARGIN <= limit:
+            if needed(plan, prediction) <= limit:
                 return plan, prediction
-    smallest = predicted(plans[-1]).peak.allocated * MARGIN
+    smallest = needed(plans[-1], predicted(plans[-1]))
     raise UsageError(
         f"the budget of {bytes_(limit, 4)} is below {bytes_(smallest, 4)}, the smallest for this"
         " step",

@@ -286,8 +286,9 @@ class _StandIn(torch.autograd.Function):
         del gradients
         with ctx.blocks.slot(ctx.name, "backward"):
             torch.empty(1)
+        # The slot has the gradients too, while there is what they are computed from.
+        ctx.saved = None
         made = [
             None if one is None else torch.empty_strided(*one[:2], dtype=one[2]) for one in ctx.like
         ]
-        ctx.saved = None
         return None, None, None, *made
