@@ -28,12 +28,13 @@ from typing import Any
 import torch
 from memory_fit import measured_step
 from memory_models import Decoder, Row, on_meta
+from memory_musts import BUDGETS, fit_for, musts
 
 import stepscope
 from stepscope.analysis.predict.fit import MARGIN
 from stepscope.planning.fit import plans_of_step
 
-LAYERS, CONTEXT, BUDGETS = 8, 16_384, 8
+LAYERS, CONTEXT = 8, 16_384
 EVERY = (1, 2, 4)
 TORCH_BUDGETS = (1.0, 0.5, 0.0)
 
@@ -87,7 +88,7 @@ def _lines_of(record: Path) -> dict[str, dict[str, Any]]:
     if not record.exists():
         return {}
     lines = map(json.loads, record.read_text().splitlines())
-    return {line["case"]: line for line in lines if "error" not in line}
+    return {line["case"]: line for line in lines if "case" in line and "error" not in line}
 
 
 def budgets(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -112,7 +113,9 @@ def budgets(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield from _at_peak_of(cases, f"compiled-checkpoint-{every}", _compiled_fit)
     for number, limit in reversed([*enumerate(limits, 1)]):
         yield from cases.run(f"fit-{number}-again", partial(_fit, limit))
-    print("complete" if cases.is_complete else "not complete: resume with the record")
+    yield from musts(cases.known)
+    if not cases.is_complete:
+        print("not complete: run again with --resume and this record")
 
 
 def _limits() -> list[int]:
@@ -130,9 +133,7 @@ def _at_peak_of(cases: Cases, case: str, fit: Callable[..., Any]) -> Iterator[di
     """A plan whose predicted peak is at most the measured one of another case."""
     peak = cases.peak(case)
     if peak is not None:
-        name = case.replace("compiled-", "")
-        prefix = "compiled-" if name != case else ""
-        yield from cases.run(f"{prefix}fit-at-{name}", partial(fit, int(MARGIN * peak)))
+        yield from cases.run(fit_for(case), partial(fit, int(MARGIN * peak)))
 
 
 def _nothing(model: Any, optimizer: Any, batch: Any) -> dict[str, Any]:

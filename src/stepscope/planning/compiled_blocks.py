@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.fx.traceback
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
 from stepscope.measure.dispatch import OperatorMode
-from stepscope.planning.block_costs import BlockCost, BlockRun, Example
+from stepscope.planning.block_costs import BlockCost, Example
 from stepscope.planning.cuda_operators import CudaDtypes, CudaOperators
 from stepscope.planning.kernel_buffers import Kernels, base_of, bytes_in
 from stepscope.planning.operators import Key, Rates
@@ -42,18 +43,16 @@ class CompiledBlock:
     def __init__(self, example: Example, dtype: torch.dtype | None, rates: Rates) -> None:
         self._rates = rates
         self._joint, self._differentiable = _traced(example, dtype)
-        self._plain = self._measured(AS_IT_IS)
-
-    def as_it_is(self, eager: BlockRun) -> BlockRun:
-        """Return the run of the block without a plan, in place of one in eager mode."""
-        _, retained = self._plain
-        return eager._replace(cost=self.cost(AS_IT_IS), retained=tuple(retained))
+        plain, retained = self._measured(AS_IT_IS)
+        self.retained = tuple(retained)
+        """Bytes of each differentiable input, then output, that it saves; 0 of others."""
+        self._plain_s = plain.forward_s + plain.backward_s
+        self.plain = self.cost(AS_IT_IS)
 
     def cost(self, plan: BlockPlan) -> BlockCost:
         cost, _ = self._measured(plan)
-        plain, retained = self._plain
-        again = cost.forward_s + cost.backward_s - plain.forward_s - plain.backward_s
-        return cost._replace(saved=cost.saved - sum(retained), again_s=max(again, 0.0))
+        again = cost.forward_s + cost.backward_s - self._plain_s
+        return cost._replace(saved=cost.saved - sum(self.retained), again_s=max(again, 0.0))
 
     def _measured(self, plan: BlockPlan) -> tuple[BlockCost, list[int]]:
         """Return the cost of a plan, and the bytes of each differentiable input, then output, that
@@ -135,7 +134,9 @@ def _traced(example: Example, dtype: torch.dtype | None) -> tuple[_Joint, list[i
             filled[at] = tensor
         args, kwargs = tree_unflatten(filled, tree)
         autocast = nullcontext() if dtype is None else torch.autocast("cpu", dtype)
-        with CudaDtypes(), CudaOperators(), autocast, _Keys():
+        # Programs read no values where they see that they are compiled.
+        compiling = patch.object(torch.compiler, "_is_compiling_flag", True)
+        with CudaDtypes(), CudaOperators(), autocast, _Keys(), compiling:
             output = torch.func.functional_call(example.block, state, args, kwargs)
         return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
 

@@ -155,7 +155,8 @@ def plans_of(
     # The first step creates the state of the optimizer.
     blocks.run(None if is_sharded else optimizer, batch, options)
     for kind, example in blocks.examples.items():
-        blocks.plain[kind] = run_block(example, options.dtype, rates)
+        plain = blocks.plain[kind] = run_block(example, options.dtype, rates)
+        blocks.retained[kind] = plain.retained
     kinds = kinds_of(blocks, options, compiled=compiled)
     if is_sharded:
         blocks.sharded = ShardedModel(model, blocks.modules, optimizer, ranks, dtypes)

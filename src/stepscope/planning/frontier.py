@@ -66,10 +66,10 @@ def _compiled_kind(blocks: Blocks, kind: Hashable, dtype: Any) -> Kind:
 
     eager = blocks.plain[kind]
     block = CompiledBlock(blocks.examples[kind], dtype, blocks.rates)
-    plain = blocks.plain[kind] = block.as_it_is(eager)
+    blocks.retained[kind] = block.retained
     kept = (frozenset(one.key for one in those) for those in _kept_sets(eager, LIBRARY_CALLS))
     plans = [BlockPlan(True, keys, is_random=eager.log.is_random) for keys in kept]
-    return Kind(tuple(_hull([plain.cost, *map(block.cost, plans)])), {})
+    return Kind(tuple(_hull([block.plain, *map(block.cost, plans)])), {})
 
 
 def _kind(blocks: Blocks, kind: Hashable, plain: BlockRun, dtype: Any) -> Kind:
