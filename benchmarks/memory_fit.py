@@ -2,12 +2,14 @@
 
     python benchmarks/memory_fit.py predictions --out results/memory-predictions.jsonl
     python benchmarks/memory_fit.py budgets --out results/memory-fit_h200.jsonl
+    python benchmarks/memory_fit.py compiled --out results/memory-compiled_h200.jsonl
     python benchmarks/memory_fit.py predictions --without-gpu     # only what is predicted
     python benchmarks/memory_fit.py predictions --measured results/memory-predictions.jsonl
 
 `predictions`: 20 models of more than 4 GiB are predicted on the meta device, then built on the GPU
-and trained for two steps. `budgets`: see `memory_budgets.py`. A line of JSON for each. With
-`--measured`, the models are predicted again and compared with the peaks of that record.
+and trained for two steps. `budgets`, `compiled`: see `memory_budgets.py`, `memory_compiled.py`. A
+line of JSON for each. With `--measured`, the models are predicted (again) and compared with the
+peaks of that record.
 """
 
 from __future__ import annotations
@@ -93,17 +95,19 @@ def measured_step(
 
 def main() -> None:
     from memory_budgets import budgets
+    from memory_compiled import compiled
 
+    parts = {"predictions": predictions, "budgets": budgets, "compiled": compiled}
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["predictions", "budgets"])
+    parser.add_argument("part", choices=list(parts))
     parser.add_argument("--without-gpu", action="store_true")
     parser.add_argument("--measured", type=Path, help="record to take measured peaks from")
     parser.add_argument("--out", type=Path, help="write a line of JSON for each row")
-    parser.add_argument("--resume", type=Path, help="budgets: record of the cases that are done")
-    parser.add_argument("--seconds", type=float, default=440, help="budgets: begin none after it")
+    parser.add_argument("--resume", type=Path, help="record of the cases that are done")
+    parser.add_argument("--seconds", type=float, default=420, help="begin no case after it")
     options = parser.parse_args()
     lines = []
-    for line in {"predictions": predictions, "budgets": budgets}[options.part](options):
+    for line in parts[options.part](options):
         lines.append(line)
         print(json.dumps({key: value for key, value in line.items() if key != "plan"}), flush=True)
         if options.out is not None:

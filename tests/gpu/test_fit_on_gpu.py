@@ -103,3 +103,39 @@ def test_host_copies_are_read_after_they_were_written() -> None:
     for _ in range(3):
         for got, wanted in zip(step(model, batch), expected, strict=True):
             assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_compiled_blocks_stay_within_the_budget(share: float) -> None:
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+    model, optimizer, batch = model_and_batch()
+    expected = step(model, batch)
+    model.zero_grad()
+    for block in model[1]:  # type: ignore[index]
+        block.compile()
+    options: Any = {"loss_fn": square, "dtype": torch.bfloat16}
+    plans = stepscope.fit(model, optimizer, batch, budget="10TiB", **options).plans
+    smallest, largest = plans[-1].peak, plans[0].peak
+    budget = int(1.03 * (smallest + share * (largest - smallest)))
+    fitted = stepscope.fit(model, optimizer, batch, budget=budget, **options)
+    for got, wanted in zip(step(model, batch), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0.05, atol=1e-4)
+    del got, wanted, expected
+    peak = peak_of_steps(model, optimizer, batch)
+    assert peak <= budget
+    assert abs(peak - fitted.peak) < 0.05 * fitted.peak
+
+
+@pytest.mark.parametrize("form", ["blocks", "model"])
+def test_peaks_of_compiled_models_are_as_predicted(form: Any) -> None:
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+    model, optimizer, batch = model_and_batch()
+    predicted = stepscope.predict(
+        model, optimizer, batch, loss_fn=square, dtype=torch.bfloat16, compile=form
+    )
+    for module in [model] if form == "model" else model[1]:  # type: ignore[index]
+        module.compile()
+    peak = peak_of_steps(model, optimizer, batch)
+    assert abs(peak - predicted.peak.allocated) < 0.05 * peak

@@ -215,7 +215,12 @@ class Blocks:
     def allocated(self, name: str, part: str) -> Tensor:
         """The memory of a slot."""
         if self.costs is not None:
-            return torch.empty(max(getattr(self.costs[name], part), 0), dtype=torch.uint8)
+            made = torch.empty(max(getattr(self.costs[name], part), 0), dtype=torch.uint8)
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if part == "saved" and hooks is not None:
+                # A ledger counts it among what is saved for the backward pass.
+                hooks[0](made)
+            return made
         with nullcontext() if self._recorder is None else self._recorder.within(Slot(name, part)):
             return torch.empty(1)
 
