@@ -91,7 +91,7 @@ def test_compiled_blocks_need_less_than_eager_ones() -> None:
     assert blocks.is_estimate
     assert "estimated" in str(blocks)
     hidden = batch.nbytes * 4
-    assert eager.peak.allocated - blocks.peak.allocated > 2 * 3 * hidden
+    assert eager.peak.allocated - blocks.peak.allocated > 2 * 2 * hidden
     assert blocks.kinds["saved for backward"] > 2 * 4 * hidden
     assert abs(whole.peak.allocated - blocks.peak.allocated) < hidden
 

@@ -92,7 +92,7 @@ class CompiledBlock:
         graph = fx.Graph()
         result = graph.graph_copy(joint.graph, {})
         output = graph.output(result)
-        output.meta = dict(next(reversed(joint.graph.nodes)).meta)
+        output.meta = dict(next(iter(reversed(joint.graph.nodes))).meta)
         for node in graph.nodes if plan.recompute else ():
             key = node.meta.get(_KEY)
             if key is not None:
@@ -108,7 +108,7 @@ class CompiledBlock:
 
 
 def _results(module: fx.GraphModule) -> list[Any]:
-    return tree_flatten(next(reversed(module.graph.nodes)).args)[0]
+    return tree_flatten(next(iter(reversed(module.graph.nodes))).args)[0]
 
 
 def _node(result: Any) -> fx.Node | None:
