@@ -1,4 +1,4 @@
-"""Memory of a step whose model or blocks are compiled: stand-ins with what their graphs allocate."""
+"""Memory of a step whose model or blocks are compiled: stand-ins allocate what their graphs do."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,17 +16,15 @@ from stepscope.acceleration.train_step_arguments import require_valid
 from stepscope.analysis.predict.fit import MARGIN
 from stepscope.errors import UsageError
 from stepscope.measure.ledger import line_of_code
-from stepscope.planning.block_costs import run_block
 from stepscope.planning.blocks import repeated_blocks
-from stepscope.planning.cuda_operators import use_cuda_defaults
 from stepscope.planning.fake_step import Fakes
-from stepscope.planning.frontier import MemoryPlan, frontier, kinds_of
+from stepscope.planning.frontier import MemoryPlan
 from stepscope.planning.host_copies import HostCopies
+from stepscope.planning.host_states import FakeHostStates, HostStates
 from stepscope.planning.operators import Rates, known_rates
+from stepscope.planning.plans import Lever, is_compiled, plans_of, require_allowed
 from stepscope.planning.predict import LossFunction, MemoryPrediction, StepOptions, predict_fake
-from stepscope.planning.ranks import ONE_RANK, Ranks, ShardedModel, bucket_bytes, in_dtype
 from stepscope.planning.selective import apply_to
-from stepscope.planning.step_timeline import Blocks
 from stepscope.report.format import bytes_
 
 _UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -35,6 +33,19 @@ _SIZE = re.compile(r"\s*([0-9.]+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 _FITTED: WeakKeyDictionary[nn.Module, Fitted] = WeakKeyDictionary()
 """Models that follow a plan."""
+
+
+class Applied(NamedTuple):
+    """What was changed by a plan."""
+
+    layers: list[Layer]
+    states: HostStates | None
+
+    def remove(self) -> None:
+        for layer in self.layers:
+            layer.remove()
+        if self.states is not None:
+            self.states.remove()
 
 
 class Fitted:
@@ -47,13 +58,13 @@ class Fitted:
         prediction: MemoryPrediction | None,
         budget: int,
         rates: Rates,
-        layers: list[Layer],
+        applied: Applied,
     ) -> None:
         self.plan, self.plans = plan, plans
         self.prediction = prediction
         """A run of the full step with the plan; None with compiled blocks."""
         self.budget, self.rates = budget, rates
-        self._layers = layers
+        self._applied: Applied | None = applied
 
     @property
     def peak(self) -> int:
@@ -66,10 +77,10 @@ class Fitted:
         return self.plan.seconds
 
     def undo(self) -> None:
-        """Let the blocks save everything again."""
-        for layer in self._layers:
-            layer.remove()
-        self._layers = []
+        """Let the blocks save everything again, and the optimizer keep its states."""
+        if self._applied is not None:
+            self._applied.remove()
+        self._applied = None
 
     def __str__(self) -> str:
         fastest, plan = self.plans[0], self.plan
@@ -82,6 +93,10 @@ class Fitted:
         for count, cost in plan.groups:
             row = f"{count:4} blocks  {bytes_(cost.saved + cost.to_host, 4):>12}  {cost.plan}"
             lines.append(f"{row}, {1e3 * cost.again_s:.2f} ms" if cost.again_s else row)
+        if plan.micro_batches > 1:
+            lines.append(f"{plan.micro_batches} micro-batches in a step")
+        if plan.host_states:
+            lines.append(f"optimizer states in host memory: {bytes_(plan.host_states, 4)}")
         return "\n".join(lines)
 
 
@@ -94,6 +109,7 @@ def fit(
     loss_fn: LossFunction | None = None,
     dtype: torch.dtype | None = None,
     max_grad_norm: float | None = None,
+    allow: Collection[Lever] = (),
 ) -> Fitted:
     """Make a training step fit into a budget of memory, at the least predicted time.
 
@@ -105,8 +121,13 @@ def fit(
     FLOPs, bytes and the rates of the GPU. `sample`, `loss_fn`, `dtype` and `max_grad_norm` are
     those of `TrainStep`. The model is changed in place, and an earlier plan is undone; gradients
     stay the same.
+
+    `allow=("micro-batches", "host-states")` permits more: to split the batch into parts whose
+    gradients are added up, which `TrainStep(memory=…)` does and a loop of your own must do, and to
+    keep the optimizer's states in pinned host memory between its steps.
     """
     require_valid({}, loss_fn, optimizer, max_grad_norm, dtype, None)
+    require_allowed(allow)
     limit, options = bytes_of(budget), StepOptions(loss_fn, dtype, max_grad_norm)
     rates = known_rates()
     if model in _FITTED:
@@ -116,55 +137,27 @@ def fit(
         fake_model, fake_optimizer = fakes.copy(model, optimizer)
         batch = fakes.batch(sample)
         compiled = is_compiled(model)
-        plans = plans_of(fake_model, fake_optimizer, batch, options, rates, compiled=compiled)
+        plans = plans_of(
+            fake_model, fake_optimizer, batch, options, rates, compiled=compiled, allow=allow
+        )
 
         def predicted(plan: MemoryPlan) -> MemoryPrediction | None:
             if compiled:
                 return None
-            layers = apply_plan(fake_model, plan)
+            states = FakeHostStates(fake_optimizer) if plan.host_states else None
+            applied = Applied(apply_plan(fake_model, plan), states)
+            parts = options._replace(micro_batches=plan.micro_batches)
             try:
-                return predict_fake(fakes, fake_model, fake_optimizer, batch, options, steps=1)
+                return predict_fake(fakes, fake_model, fake_optimizer, batch, parts, steps=1)
             finally:
-                for layer in layers:
-                    layer.remove()
+                applied.remove()
 
         plan, prediction = _fastest(plans, limit, predicted)
-    fitted = Fitted(plan, plans, prediction, limit, rates, apply_plan(model, plan))
+    states = HostStates(optimizer) if plan.host_states else None
+    applied = Applied(apply_plan(model, plan), states)
+    fitted = Fitted(plan, plans, prediction, limit, rates, applied)
     _FITTED[model] = fitted
     return fitted
-
-
-def plans_of(
-    model: nn.Module,
-    optimizer: Optimizer,
-    batch: Any,
-    options: StepOptions,
-    rates: Rates,
-    ranks: Ranks = ONE_RANK,
-    *,
-    compiled: bool = False,
-) -> list[MemoryPlan]:
-    """Return the frontier of a step of fake tensors, the fastest plan first. With several ranks it
-    is that of one of them, without the time of communication. `compiled`: of compiled blocks."""
-    use_cuda_defaults(optimizer)
-    blocks = Blocks(model, rates)
-    dtypes: dict[str, torch.dtype] = {}
-    if ranks.sharding == "full":
-        batch, options, dtypes = in_dtype(model, batch, options)
-    is_sharded = ranks.sharding == "full"
-    # The first step creates the state of the optimizer.
-    blocks.run(None if is_sharded else optimizer, batch, options)
-    for kind, example in blocks.examples.items():
-        plain = blocks.plain[kind] = run_block(example, options.dtype, rates)
-        blocks.retained[kind] = plain.retained
-    kinds = kinds_of(blocks, options, compiled=compiled)
-    if is_sharded:
-        blocks.sharded = ShardedModel(model, blocks.modules, optimizer, ranks, dtypes)
-        blocks.run(optimizer, batch, options)
-    recorded = blocks.record(optimizer, batch, options)
-    if ranks.number > 1 and ranks.sharding == "none":
-        recorded.timeline.always += bucket_bytes(model.parameters())
-    return frontier(blocks, kinds, recorded)
 
 
 def plans_of_step(
@@ -175,6 +168,7 @@ def plans_of_step(
     loss_fn: LossFunction | None = None,
     dtype: torch.dtype | None = None,
     max_grad_norm: float | None = None,
+    allow: Collection[Lever] = (),
 ) -> list[MemoryPlan]:
     """Return all plans that `fit` selects from, the fastest first."""
     fakes = Fakes(line_of_code)
@@ -185,13 +179,8 @@ def plans_of_step(
             StepOptions(loss_fn, dtype, max_grad_norm),
             known_rates(),
             compiled=is_compiled(model),
+            allow=allow,
         )
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether the blocks of a model are compiled, alone or as parts of it."""
-    blocks = repeated_blocks(model).values()
-    return any(one._compiled_call_impl is not None for one in (model, *blocks))
 
 
 def _fastest(

@@ -7,7 +7,7 @@ most. A budget selects the fastest plan that fits, so that a larger one never gi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -30,10 +30,17 @@ class MemoryPlan(NamedTuple):
     """Of them, for recomputation."""
     exposed_s: float
     """Of them, for copies to and from host memory."""
+    micro_batches: int = 1
+    host_states: int = 0
+    """Bytes of optimizer states that are in host memory between updates."""
 
     @property
     def to_host(self) -> int:
         return sum(cost.to_host for cost in self.blocks.values())
+
+    @property
+    def uses_host_memory(self) -> bool:
+        return bool(self.to_host or self.host_states)
 
     @property
     def groups(self) -> list[tuple[int, BlockCost]]:
@@ -177,6 +184,11 @@ def frontier(found: Blocks, kinds: Mapping[Hashable, Kind], recorded: Recorded) 
     for blocks in _path({name: kinds[kind].options for name, kind in names.items()}):
         plans += [plan(blocks), plan(with_host_copies(blocks, hidden))]
         plans.append(plan(with_host_copies(blocks, float("inf"))))
+    return best_of(plans)
+
+
+def best_of(plans: Iterable[MemoryPlan]) -> list[MemoryPlan]:
+    """Return the plans than which no other is faster and smaller, the fastest first."""
     best: list[MemoryPlan] = []
     for one in sorted(plans, key=lambda one: (one.seconds, one.peak)):
         if not best or one.peak < best[-1].peak:

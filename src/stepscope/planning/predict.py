@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from stepscope.acceleration.micro_batches import micro_batches
 from stepscope.acceleration.train_step import loss_of
 from stepscope.acceleration.train_step_arguments import require_valid
 from stepscope.measure.ledger import line_of_code
@@ -26,6 +27,8 @@ from stepscope.planning.simulated_bytes import WORKSPACE, PredictedLedger
 from stepscope.records.memory import INPUTS, PhasePeak, kind_of
 from stepscope.report.format import bytes_
 
+SIMULATED = 2
+"""Micro-batches of a step that are run."""
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
@@ -35,6 +38,8 @@ class StepOptions(NamedTuple):
     loss_fn: LossFunction | None = None
     dtype: torch.dtype | None = None
     max_grad_norm: float | None = None
+    micro_batches: int = 1
+    """Parts of the batch whose gradients are added up before the update."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +154,16 @@ def run_step(
     """Run a step of fake tensors, or a part without update; `begin` is called at the start of each
     phase."""
     dtype, loss_fn = options.dtype, options.loss_fn
-    begin("forward")
-    with torch.autocast("cpu", dtype) if dtype is not None else nullcontext():
-        loss = loss_of(model, batch) if loss_fn is None else loss_fn(model, batch)
-    begin("backward")
-    run_backward(loss)
-    del loss
+    # The second part has the gradients of the first one, as all later ones have.
+    for part in micro_batches(batch, options.micro_batches)[:SIMULATED]:
+        begin("forward")
+        with torch.autocast("cpu", dtype) if dtype is not None else nullcontext():
+            loss = loss_of(model, part) if loss_fn is None else loss_fn(model, part)
+        if options.micro_batches > 1:
+            loss = loss / options.micro_batches
+        begin("backward")
+        run_backward(loss)
+        del loss
     begin("optimizer")
     if options.max_grad_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm, foreach=True)

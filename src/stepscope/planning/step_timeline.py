@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from stepscope.planning.block_costs import BlockCost, BlockRun, Example
 from stepscope.planning.blocks import input_signature, repeated_blocks, structures
 from stepscope.planning.cuda_operators import CudaDtypes, CudaOperators, InPlaceSums
 from stepscope.planning.operators import OperatorLog, Rates
-from stepscope.planning.predict import StepOptions, run_step
+from stepscope.planning.predict import SIMULATED, StepOptions, run_step
 from stepscope.planning.ranks import ShardedModel
 from stepscope.planning.simulated_bytes import WORKSPACE, SimulatedBytes
 
@@ -152,22 +152,25 @@ class Blocks:
 
     def run(
         self, optimizer: Optimizer | None, batch: Any, options: StepOptions, *modes: Any
-    ) -> list[float]:
-        """Run a step with stand-ins, and return when its phases began."""
+    ) -> dict[str, float]:
+        """Run a step with stand-ins, and return the seconds of its phases."""
         log = OperatorLog(self.rates)
-        begins: list[float] = []
+        begins: list[tuple[str, float]] = []
 
         def begin(phase: str) -> None:
             self.until_backward.clear()
             if phase == "optimizer" and self.sharded is not None:
                 self.sharded.reduce()
-            begins.append(log.seconds)
+            begins.append((phase, log.seconds))
 
         with self.standing_in(), CudaDtypes(), CudaOperators(), ExitStack() as stack:
             for mode in (*modes, log, InPlaceSums()):
                 stack.enter_context(mode)
             run_step(self.model, optimizer, batch, options, begin)
-        return [*begins, log.seconds]
+        seconds: dict[str, float] = defaultdict(float)
+        for (phase, begin_s), (_, end_s) in itertools.pairwise([*begins, ("", log.seconds)]):
+            seconds[phase] += end_s - begin_s
+        return seconds
 
     def record(self, optimizer: Optimizer, batch: Any, options: StepOptions) -> Recorded:
         """Run a step with stand-ins for all blocks of known kinds, and return its timeline."""
@@ -177,9 +180,15 @@ class Blocks:
             tensors += self.sharded.shards
         tensors += tree_leaves([*optimizer.state.values()])
         recorder.count(x for x in tensors if isinstance(x, Tensor))
-        begins = self.run(optimizer, batch, options, recorder)
-        seconds = [end - begin for begin, end in itertools.pairwise(begins)]
-        return Recorded(recorder.timeline, dict(self.calls), *seconds)
+        seconds = self.run(optimizer, batch, options, recorder)
+        repeats = options.micro_batches / min(options.micro_batches, SIMULATED)
+        return Recorded(
+            recorder.timeline,
+            {name: repeats * count for name, count in self.calls.items()},
+            repeats * seconds["forward"],
+            repeats * seconds["backward"],
+            seconds["optimizer"],
+        )
 
     def _stand_in(self, name: str, below: Callable[..., Any]) -> Callable[..., Any]:
         def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +238,7 @@ class Recorded(NamedTuple):
     """A step with stand-ins: its timeline, and the seconds of what is not in a block."""
 
     timeline: StepTimeline
-    calls: dict[str, int]
+    calls: dict[str, float]
     forward_s: float
     backward_s: float
     optimizer_s: float
