@@ -251,6 +251,9 @@ def test_the_plan_is_a_table() -> None:
     words = str(fitted)
     assert words.startswith("predicted peak: ")
     assert "recompute" in words
+    html = fitted._repr_html_()
+    assert html.startswith("<svg")
+    assert html.count("predicted peak: ") == 1
     again.undo()
     fitted.undo()
     assert all("forward" not in vars(part) for part in model.modules())

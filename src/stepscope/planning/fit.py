@@ -22,6 +22,7 @@ from stepscope.planning.frontier import MemoryPlan
 from stepscope.planning.host_copies import HostCopies
 from stepscope.planning.host_states import FakeHostStates, HostStates
 from stepscope.planning.operators import Rates, known_rates
+from stepscope.planning.picture import frontier_html
 from stepscope.planning.plans import Lever, is_compiled, plans_of, require_allowed
 from stepscope.planning.predict import LossFunction, MemoryPrediction, StepOptions, predict_fake
 from stepscope.planning.selective import apply_to
@@ -81,6 +82,9 @@ class Fitted:
         if self._applied is not None:
             self._applied.remove()
         self._applied = None
+
+    def _repr_html_(self) -> str:
+        return frontier_html(self.plans, self.plan, str(self))
 
     def __str__(self) -> str:
         fastest, plan = self.plans[0], self.plan
