@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fit_part import fit_part
 from fp8_page import learning_part, step_part
 from page_parts import bullets, figure_files, lines_of, origin, shown
 
@@ -59,13 +60,15 @@ PRECISION = (
 
 def memory_pages(results: Path) -> dict[str, str]:
     """Return paths under docs/results/ and texts of both pages and their figures."""
-    extras = [*_planted(results / PLANTED), *_recording(results / RECORDING)]
+    fitted, drawn = fit_part(results)
+    extras = [*fitted, *_planted(results / PLANTED), *_recording(results / RECORDING)]
     learned, figures = learning_part(results)
     in_fp8 = [*step_part(results), *learned]
     return {
         **_page(results, "memory.md", "Where the memory goes, on one H200", MEMORY, extras),
         **_page(results, "precision.md", "What precision does, on one H200", PRECISION, in_fp8),
         **figures,
+        **drawn,
     }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stepscope
-from stepscope.planning.fit import apply_plan
+from stepscope.planning.fit import apply_plan, plans_of_step
 from stepscope.planning.host_copies import HostCopies
 from stepscope.planning.selective import BlockPlan, apply_to
 
@@ -103,3 +103,63 @@ def test_host_copies_are_read_after_they_were_written() -> None:
     for _ in range(3):
         for got, wanted in zip(step(model, batch), expected, strict=True):
             assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_compiled_blocks_stay_within_the_budget(share: float) -> None:
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+    model, optimizer, batch = model_and_batch()
+    expected = step(model, batch)
+    model.zero_grad()
+    for block in model[1]:  # type: ignore[index]
+        block.compile()
+    options: Any = {"loss_fn": square, "dtype": torch.bfloat16}
+    plans = stepscope.fit(model, optimizer, batch, budget="10TiB", **options).plans
+    smallest, largest = plans[-1].peak, plans[0].peak
+    budget = int(1.03 * (smallest + share * (largest - smallest)))
+    fitted = stepscope.fit(model, optimizer, batch, budget=budget, **options)
+    for got, wanted in zip(step(model, batch), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0.05, atol=1e-4)
+    del got, wanted, expected
+    peak = peak_of_steps(model, optimizer, batch)
+    assert peak <= budget
+    assert abs(peak - fitted.peak) < 0.05 * fitted.peak
+
+
+@pytest.mark.parametrize("form", ["blocks", "model"])
+def test_peaks_of_compiled_models_are_as_predicted(form: Any) -> None:
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+    model, optimizer, batch = model_and_batch()
+    predicted = stepscope.predict(
+        model, optimizer, batch, loss_fn=square, dtype=torch.bfloat16, compile=form
+    )
+    for module in [model] if form == "model" else model[1]:  # type: ignore[index]
+        module.compile()
+    peak = peak_of_steps(model, optimizer, batch)
+    assert abs(peak - predicted.peak.allocated) < 0.05 * peak
+
+
+def test_a_step_within_a_budget_keeps_optimizer_states_in_host_memory() -> None:
+    torch.cuda.empty_cache()
+    losses, peaks, limit = [], [], 0
+    allow: Any = ("host-states",)
+    for budget in (None, 1):
+        model, optimizer, batch = model_and_batch()
+        options: Any = {"loss_fn": square, "dtype": torch.bfloat16}
+        if budget is not None:
+            plans = plans_of_step(model, optimizer, batch, **options, allow=allow)
+            assert plans[-1].host_states
+            limit = int(1.03 * plans[-1].peak)
+            options |= {"memory": limit, "allow": allow}
+        train = stepscope.TrainStep(model, optimizer, **options)
+        losses.append([train(batch).item() for _ in range(3)])
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        losses[-1] += [train(batch).item() for _ in range(2)]
+        peaks.append(torch.cuda.max_memory_allocated())
+        del model, optimizer, train
+        gc.collect()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert peaks[1] <= limit < peaks[0]

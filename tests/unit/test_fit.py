@@ -17,10 +17,11 @@ from stepscope.errors import StepscopeError, UsageError
 from stepscope.measure.ledger import StorageLedger, line_of_code
 from stepscope.planning.blocks import repeated_blocks, structures
 from stepscope.planning.fake_step import Fakes
-from stepscope.planning.fit import apply_plan, bytes_of, plans_of
+from stepscope.planning.fit import apply_plan, bytes_of
 from stepscope.planning.frontier import MemoryPlan
 from stepscope.planning.host_copies import HostCopies
 from stepscope.planning.operators import known_rates
+from stepscope.planning.plans import plans_of
 from stepscope.planning.predict import StepOptions
 from stepscope.planning.selective import BlockPlan, apply_to
 from stepscope.planning.simulated_bytes import WORKSPACE
@@ -210,6 +211,7 @@ def test_predictions_equal_counted_bytes_and_no_larger_budget_is_slower() -> Non
         assert fitted.peak * 1.02 <= fitted.budget
         # The sum over stand-ins, the run of the full step, and counted bytes.
         assert abs(fitted.plan.peak - fitted.peak) < 0.01 * fitted.peak
+        assert fitted.prediction is not None
         tensors = fitted.peak - WORKSPACE - fitted.prediction.peak.lines[ROUNDING]
         assert abs(tensors - counted(model, batch)) < 0.01 * tensors
         fitted.undo()
@@ -249,6 +251,9 @@ def test_the_plan_is_a_table() -> None:
     words = str(fitted)
     assert words.startswith("predicted peak: ")
     assert "recompute" in words
+    html = fitted._repr_html_()
+    assert html.startswith("<svg")
+    assert html.count("predicted peak: ") == 1
     again.undo()
     fitted.undo()
     assert all("forward" not in vars(part) for part in model.modules())

@@ -10,10 +10,10 @@ On a GPU the step is replayed as a CUDA graph where that is possible (see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,16 @@ from stepscope.acceleration.compiled import Compilation, CompiledFunction, compi
 from stepscope.acceleration.graphs.arguments import with_tensors
 from stepscope.acceleration.graphs.cuda import Backend
 from stepscope.acceleration.graphs.optimizers import control_of
+from stepscope.acceleration.micro_batches import micro_batches
 from stepscope.acceleration.pieces.head_loss import with_deferred_logits
 from stepscope.acceleration.train_step_arguments import Plan, plan_of, require_valid
 from stepscope.acceleration.update_in_backward import UpdateInBackward, update_in_backward
 from stepscope.errors import UsageError
 from stepscope.optim.in_backward import InBackwardAdamW
+
+if TYPE_CHECKING:
+    from stepscope.planning.fit import Fitted
+    from stepscope.planning.plans import Lever
 
 GRAPH = ("auto", "on", "off")
 
@@ -54,6 +59,10 @@ class TrainStep:
     `update_in_backward=False`. An `InBackwardAdamW` always does, and cannot be combined with
     clipping, accumulation or a scaler.
 
+    `memory="60GiB"` applies the plan of `stepscope.fit` for that budget before the first step, with
+    micro-batches and optimizer states in host memory if `allow` has them; `step.fitted` is the
+    plan. All batches must have the size of the first one.
+
     The loss is a new tensor on the device without autograd history. Gradients are None after an
     update.
     """
@@ -75,6 +84,8 @@ class TrainStep:
         max_graphs: int = 8,
         pool_bytes: int | None = None,
         backend: Backend | None = None,
+        memory: str | int | None = None,
+        allow: Collection[Lever] = (),
     ) -> None:
         counts = {"accumulate": accumulate, "warmup": warmup, "max_graphs": max_graphs}
         require_valid(counts, loss_fn, optimizer, max_grad_norm, dtype, scheduler)
@@ -91,6 +102,9 @@ class TrainStep:
         self._loss_fn, self._max_grad_norm, self._dtype = loss_fn, max_grad_norm, dtype
         self._accumulate, self._graph = int(accumulate), graph
         self._pending = 0
+        self._memory, self._allow = memory, allow
+        self.fitted: Fitted | None = None
+        """The plan for `memory`, from the first step on."""
         self._wants_in_backward = update_in_backward
         self._create_captured = partial(
             Captured,
@@ -149,6 +163,36 @@ class TrainStep:
     def __call__(self, batch: Any) -> Tensor:
         """Run one batch; every `accumulate` batches, update the parameters."""
         batch = self._on_device(batch)
+        if self._memory is not None and self.fitted is None:
+            self._fit(batch, self._memory)
+        parts = 1 if self.fitted is None else self.fitted.plan.micro_batches
+        if parts == 1:
+            return self._run_batch(batch)
+        return torch.stack([self._run_batch(one) for one in micro_batches(batch, parts)]).mean()
+
+    def _fit(self, batch: Any, budget: str | int) -> None:
+        """Make the step fit into its budget."""
+        from stepscope.planning.fit import fit
+
+        self.fitted = fit(
+            self.model, self.optimizer, batch, budget=budget, loss_fn=self._loss_fn,
+            dtype=self._dtype, max_grad_norm=self._max_grad_norm, allow=self._allow,
+        )  # fmt: skip
+        plan = self.fitted.plan
+        if plan.uses_host_memory:
+            if self._graph == "on":
+                self.fitted.undo()
+                raise UsageError(
+                    "the plan has copies in host memory, which no CUDA graph can have",
+                    'use graph="auto" or a larger budget',
+                )
+            self._graph = "off"
+            self._form = "", False
+        self._accumulate *= plan.micro_batches
+        # The update may follow the backward pass now.
+        self._plan = None
+
+    def _run_batch(self, batch: Any) -> Tensor:
         self._plan_update()
         self._choose_form(batch)
         if isinstance(self._in_backward, UpdateInBackward):
@@ -212,6 +256,8 @@ class TrainStep:
             parts.append("parameters are updated in the backward pass")
         if self._eager_update is not None and self._graph != "off":
             parts.append(f"the update runs eagerly: {self._eager_update}")
+        if self.fitted is not None:
+            parts.append(str(self.fitted))
         return "; ".join(parts)
 
     __str__ = explain

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,17 +16,16 @@ from stepscope.acceleration.train_step_arguments import require_valid
 from stepscope.analysis.predict.fit import MARGIN
 from stepscope.errors import UsageError
 from stepscope.measure.ledger import line_of_code
-from stepscope.planning.block_costs import run_block
 from stepscope.planning.blocks import repeated_blocks
-from stepscope.planning.cuda_operators import use_cuda_defaults
 from stepscope.planning.fake_step import Fakes
-from stepscope.planning.frontier import MemoryPlan, frontier, kinds_of
+from stepscope.planning.frontier import MemoryPlan
 from stepscope.planning.host_copies import HostCopies
+from stepscope.planning.host_states import FakeHostStates, HostStates
 from stepscope.planning.operators import Rates, known_rates
+from stepscope.planning.picture import frontier_html
+from stepscope.planning.plans import Lever, is_compiled, plans_of, require_allowed
 from stepscope.planning.predict import LossFunction, MemoryPrediction, StepOptions, predict_fake
-from stepscope.planning.ranks import ONE_RANK, Ranks, ShardedModel, bucket_bytes, in_dtype
 from stepscope.planning.selective import apply_to
-from stepscope.planning.step_timeline import Blocks
 from stepscope.report.format import bytes_
 
 _UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -37,6 +36,19 @@ _FITTED: WeakKeyDictionary[nn.Module, Fitted] = WeakKeyDictionary()
 """Models that follow a plan."""
 
 
+class Applied(NamedTuple):
+    """What was changed by a plan."""
+
+    layers: list[Layer]
+    states: HostStates | None
+
+    def remove(self) -> None:
+        for layer in self.layers:
+            layer.remove()
+        if self.states is not None:
+            self.states.remove()
+
+
 class Fitted:
     """A plan that is applied to a model; `undo()` takes it back."""
 
@@ -44,19 +56,21 @@ class Fitted:
         self,
         plan: MemoryPlan,
         plans: list[MemoryPlan],
-        prediction: MemoryPrediction,
+        prediction: MemoryPrediction | None,
         budget: int,
         rates: Rates,
-        layers: list[Layer],
+        applied: Applied,
     ) -> None:
-        self.plan, self.plans, self.prediction = plan, plans, prediction
+        self.plan, self.plans = plan, plans
+        self.prediction = prediction
+        """A run of the full step with the plan; None with compiled blocks."""
         self.budget, self.rates = budget, rates
-        self._layers = layers
+        self._applied: Applied | None = applied
 
     @property
     def peak(self) -> int:
-        """Predicted bytes at the peak, from a run of the full step with the plan."""
-        return self.prediction.peak.allocated
+        """Predicted bytes at the peak: of compiled blocks an estimate."""
+        return self.plan.peak if self.prediction is None else self.prediction.peak.allocated
 
     @property
     def seconds(self) -> float:
@@ -64,10 +78,13 @@ class Fitted:
         return self.plan.seconds
 
     def undo(self) -> None:
-        """Let the blocks save everything again."""
-        for layer in self._layers:
-            layer.remove()
-        self._layers = []
+        """Let the blocks save everything again, and the optimizer keep its states."""
+        if self._applied is not None:
+            self._applied.remove()
+        self._applied = None
+
+    def _repr_html_(self) -> str:
+        return frontier_html(self.plans, self.plan, str(self))
 
     def __str__(self) -> str:
         fastest, plan = self.plans[0], self.plan
@@ -80,6 +97,10 @@ class Fitted:
         for count, cost in plan.groups:
             row = f"{count:4} blocks  {bytes_(cost.saved + cost.to_host, 4):>12}  {cost.plan}"
             lines.append(f"{row}, {1e3 * cost.again_s:.2f} ms" if cost.again_s else row)
+        if plan.micro_batches > 1:
+            lines.append(f"{plan.micro_batches} micro-batches in a step")
+        if plan.host_states:
+            lines.append(f"optimizer states in host memory: {bytes_(plan.host_states, 4)}")
         return "\n".join(lines)
 
 
@@ -92,6 +113,7 @@ def fit(
     loss_fn: LossFunction | None = None,
     dtype: torch.dtype | None = None,
     max_grad_norm: float | None = None,
+    allow: Collection[Lever] = (),
 ) -> Fitted:
     """Make a training step fit into a budget of memory, at the least predicted time.
 
@@ -103,8 +125,13 @@ def fit(
     FLOPs, bytes and the rates of the GPU. `sample`, `loss_fn`, `dtype` and `max_grad_norm` are
     those of `TrainStep`. The model is changed in place, and an earlier plan is undone; gradients
     stay the same.
+
+    `allow=("micro-batches", "host-states")` permits more: to split the batch into parts whose
+    gradients are added up, which `TrainStep(memory=…)` does and a loop of your own must do, and to
+    keep the optimizer's states in pinned host memory between its steps.
     """
     require_valid({}, loss_fn, optimizer, max_grad_norm, dtype, None)
+    require_allowed(allow)
     limit, options = bytes_of(budget), StepOptions(loss_fn, dtype, max_grad_norm)
     rates = known_rates()
     if model in _FITTED:
@@ -113,62 +140,69 @@ def fit(
     with fakes.active():
         fake_model, fake_optimizer = fakes.copy(model, optimizer)
         batch = fakes.batch(sample)
-        plans = plans_of(fake_model, fake_optimizer, batch, options, rates)
+        compiled = is_compiled(model)
+        plans = plans_of(
+            fake_model, fake_optimizer, batch, options, rates, compiled=compiled, allow=allow
+        )
 
-        def predicted(plan: MemoryPlan) -> MemoryPrediction:
-            layers = apply_plan(fake_model, plan)
+        def predicted(plan: MemoryPlan) -> MemoryPrediction | None:
+            if compiled:
+                return None
+            states = FakeHostStates(fake_optimizer) if plan.host_states else None
+            applied = Applied(apply_plan(fake_model, plan), states)
+            parts = options._replace(micro_batches=plan.micro_batches)
             try:
-                return predict_fake(fakes, fake_model, fake_optimizer, batch, options, steps=1)
+                return predict_fake(fakes, fake_model, fake_optimizer, batch, parts, steps=1)
             finally:
-                for layer in layers:
-                    layer.remove()
+                applied.remove()
 
         plan, prediction = _fastest(plans, limit, predicted)
-    fitted = Fitted(plan, plans, prediction, limit, rates, apply_plan(model, plan))
+    states = HostStates(optimizer) if plan.host_states else None
+    applied = Applied(apply_plan(model, plan), states)
+    fitted = Fitted(plan, plans, prediction, limit, rates, applied)
     _FITTED[model] = fitted
     return fitted
 
 
-def plans_of(
+def plans_of_step(
     model: nn.Module,
     optimizer: Optimizer,
-    batch: Any,
-    options: StepOptions,
-    rates: Rates,
-    ranks: Ranks = ONE_RANK,
+    sample: Any,
+    *,
+    loss_fn: LossFunction | None = None,
+    dtype: torch.dtype | None = None,
+    max_grad_norm: float | None = None,
+    allow: Collection[Lever] = (),
 ) -> list[MemoryPlan]:
-    """Return the frontier of a step of fake tensors, the fastest plan first. With several ranks it
-    is that of one of them, without the time of communication."""
-    use_cuda_defaults(optimizer)
-    blocks = Blocks(model, rates)
-    dtypes: dict[str, torch.dtype] = {}
-    if ranks.sharding == "full":
-        batch, options, dtypes = in_dtype(model, batch, options)
-    is_sharded = ranks.sharding == "full"
-    # The first step creates the state of the optimizer.
-    blocks.run(None if is_sharded else optimizer, batch, options)
-    for kind, example in blocks.examples.items():
-        blocks.plain[kind] = run_block(example, options.dtype, rates)
-    kinds = kinds_of(blocks, options)
-    if is_sharded:
-        blocks.sharded = ShardedModel(model, blocks.modules, optimizer, ranks, dtypes)
-        blocks.run(optimizer, batch, options)
-    recorded = blocks.record(optimizer, batch, options)
-    if ranks.number > 1 and ranks.sharding == "none":
-        recorded.timeline.always += bucket_bytes(model.parameters())
-    return frontier(blocks, kinds, recorded)
+    """Return all plans that `fit` selects from, the fastest first."""
+    fakes = Fakes(line_of_code)
+    with fakes.active():
+        return plans_of(
+            *fakes.copy(model, optimizer),
+            fakes.batch(sample),
+            StepOptions(loss_fn, dtype, max_grad_norm),
+            known_rates(),
+            compiled=is_compiled(model),
+            allow=allow,
+        )
 
 
 def _fastest(
-    plans: list[MemoryPlan], limit: int, predicted: Callable[[MemoryPlan], MemoryPrediction]
-) -> tuple[MemoryPlan, MemoryPrediction]:
-    """Return the fastest plan that fits, by a run of the full step."""
+    plans: list[MemoryPlan],
+    limit: int,
+    predicted: Callable[[MemoryPlan], MemoryPrediction | None],
+) -> tuple[MemoryPlan, MemoryPrediction | None]:
+    """Return the fastest plan that fits, by a run of the full step where there is one."""
+
+    def needed(plan: MemoryPlan, prediction: MemoryPrediction | None) -> float:
+        return MARGIN * (plan.peak if prediction is None else prediction.peak.allocated)
+
     for plan in plans:
         if plan.peak * MARGIN <= limit:
             prediction = predicted(plan)
-            if prediction.peak.allocated * MARGIN <= limit:
+            if needed(plan, prediction) <= limit:
                 return plan, prediction
-    smallest = predicted(plans[-1]).peak.allocated * MARGIN
+    smallest = needed(plans[-1], predicted(plans[-1]))
     raise UsageError(
         f"the budget of {bytes_(limit, 4)} is below {bytes_(smallest, 4)}, the smallest for this"
         " step",

@@ -7,12 +7,13 @@ most. A budget selects the fastest plan that fits, so that a larger one never gi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from stepscope.planning.block_costs import BlockCost, BlockRun, run_block
 from stepscope.planning.host_copies import LEAST_BYTES
+from stepscope.planning.kernel_buffers import LIBRARY_CALLS
 from stepscope.planning.operators import Operator
 from stepscope.planning.predict import StepOptions
 from stepscope.planning.selective import BlockPlan
@@ -29,10 +30,17 @@ class MemoryPlan(NamedTuple):
     """Of them, for recomputation."""
     exposed_s: float
     """Of them, for copies to and from host memory."""
+    micro_batches: int = 1
+    host_states: int = 0
+    """Bytes of optimizer states that are in host memory between updates."""
 
     @property
     def to_host(self) -> int:
         return sum(cost.to_host for cost in self.blocks.values())
+
+    @property
+    def uses_host_memory(self) -> bool:
+        return bool(self.to_host or self.host_states)
 
     @property
     def groups(self) -> list[tuple[int, BlockCost]]:
@@ -51,9 +59,24 @@ class Kind(NamedTuple):
     offloaded: Mapping[BlockPlan, BlockCost]
 
 
-def kinds_of(blocks: Blocks, options: StepOptions) -> dict[Hashable, Kind]:
+def kinds_of(blocks: Blocks, options: StepOptions, *, compiled: bool) -> dict[Hashable, Kind]:
     """Run each kind of block under its options."""
+    if compiled:
+        return {kind: _compiled_kind(blocks, kind, options.dtype) for kind in blocks.plain}
     return {kind: _kind(blocks, kind, plain, options.dtype) for kind, plain in blocks.plain.items()}
+
+
+def _compiled_kind(blocks: Blocks, kind: Hashable, dtype: Any) -> Kind:
+    """Options of a compiled block. Its kernels compute what is elementwise again for little time,
+    so that outputs of library calls alone are kept."""
+    from stepscope.planning.compiled_blocks import CompiledBlock
+
+    eager = blocks.plain[kind]
+    block = CompiledBlock(blocks.examples[kind], dtype, blocks.rates)
+    blocks.retained[kind] = block.retained
+    kept = (frozenset(one.key for one in those) for those in _kept_sets(eager, LIBRARY_CALLS))
+    plans = [BlockPlan(True, keys, is_random=eager.log.is_random) for keys in kept]
+    return Kind(tuple(_hull([block.plain, *map(block.cost, plans)])), {})
 
 
 def _kind(blocks: Blocks, kind: Hashable, plain: BlockRun, dtype: Any) -> Kind:
@@ -90,12 +113,16 @@ def _cost(plain: BlockCost, again: BlockCost, kept: tuple[Operator, ...]) -> Blo
     )
 
 
-def _kept_sets(plain: BlockRun) -> Iterator[tuple[Operator, ...]]:
+def _kept_sets(
+    plain: BlockRun, names: Container[str] | None = None
+) -> Iterator[tuple[Operator, ...]]:
     """Sets of outputs to keep: those that save the most time per byte first."""
     candidates = [
         one
         for index, one in plain.log.keepable()
-        if index < plain.last and one.bytes >= LEAST_BYTES
+        if index < plain.last
+        and one.bytes >= LEAST_BYTES
+        and (names is None or one.key[0] in names)
     ]
     candidates.sort(key=lambda one: -one.seconds / one.bytes)
     for count in range(len(candidates) + 1):
@@ -157,6 +184,11 @@ def frontier(found: Blocks, kinds: Mapping[Hashable, Kind], recorded: Recorded) 
     for blocks in _path({name: kinds[kind].options for name, kind in names.items()}):
         plans += [plan(blocks), plan(with_host_copies(blocks, hidden))]
         plans.append(plan(with_host_copies(blocks, float("inf"))))
+    return best_of(plans)
+
+
+def best_of(plans: Iterable[MemoryPlan]) -> list[MemoryPlan]:
+    """Return the plans than which no other is faster and smaller, the fastest first."""
     best: list[MemoryPlan] = []
     for one in sorted(plans, key=lambda one: (one.seconds, one.peak)):
         if not best or one.peak < best[-1].peak:

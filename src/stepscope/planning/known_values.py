@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
@@ -50,6 +51,9 @@ class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
             self._values[fake] = value
 
     def run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if any(isinstance(x, FunctionalTensor) for x in _tensors((arguments, keywords))):
+            # A compiler traces; values are no part of its graphs.
+            return function(*arguments, **keywords)
         if function is _READ:
             return self._read(arguments[0])
         try:

@@ -114,7 +114,7 @@ class OperatorLog(Observer):  # type: ignore[no-untyped-call]
             self._written |= storages
         size = 0 if is_view else _bytes(outputs)
         moved = _bytes(inputs) + _bytes(outputs) if is_written or not is_view else 0
-        flops = _flops(name, function, arguments, keywords, result) if inputs else 0
+        flops = flops_of(function, arguments, keywords, result) if inputs else 0
         dtype = str(inputs[0].dtype).removeprefix("torch.") if inputs else ""
         seconds = self._rates.seconds(flops, dtype, moved) if moved else 0.0
         keepable = size > 0 and can_keep(function, arguments)
@@ -158,15 +158,15 @@ def aliases(function: Any) -> bool:
     return any(one.alias_info for one in function._schema.returns)
 
 
-def _flops(
-    name: str, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
+def flops_of(
+    function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any
 ) -> int:
     if not str(function).startswith(PREDICTED):
         return operator_flops(function, arguments, keywords, result)
     query, key, *_, is_causal = arguments[:5]
     forward: int = 4 * query.numel() * key.shape[-2] // (2 if is_causal else 1)
     # The backward kernel computes the scores again.
-    return forward if name == ATTENTION else 5 * forward // 2
+    return forward if name_of(function) == ATTENTION else 5 * forward // 2
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from stepscope.acceleration.micro_batches import micro_batches
 from stepscope.acceleration.train_step import loss_of
 from stepscope.acceleration.train_step_arguments import require_valid
 from stepscope.measure.ledger import line_of_code
@@ -26,6 +27,8 @@ from stepscope.planning.simulated_bytes import WORKSPACE, PredictedLedger
 from stepscope.records.memory import INPUTS, PhasePeak, kind_of
 from stepscope.report.format import bytes_
 
+SIMULATED = 2
+"""Micro-batches of a step that are run."""
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
@@ -35,6 +38,8 @@ class StepOptions(NamedTuple):
     loss_fn: LossFunction | None = None
     dtype: torch.dtype | None = None
     max_grad_norm: float | None = None
+    micro_batches: int = 1
+    """Parts of the batch whose gradients are added up before the update."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class MemoryPrediction:
     """Bytes that the caching allocator has reserved."""
     assumed: tuple[str, ...] = ()
     """Lines of code that read a value which is not known; it was taken as zero."""
+    is_estimate: bool = False
+    """Whether kernels of the compiler were assumed."""
 
     @property
     def peak(self) -> PhasePeak:
@@ -62,7 +69,8 @@ class MemoryPrediction:
 
     def __str__(self) -> str:
         peak = self.peak
-        lines = [f"predicted peak: {bytes_(peak.allocated, 4)}, in the {peak.phase} phase"]
+        word = "estimated" if self.is_estimate else "predicted"
+        lines = [f"{word} peak: {bytes_(peak.allocated, 4)}, in the {peak.phase} phase"]
         lines += [f"{bytes_(size, 4):>12}  {kind}" for kind, size in self.kinds.items() if size]
         lines += [f"a value was read at {line} and taken as zero" for line in self.assumed]
         return "\n".join(lines)
@@ -76,6 +84,7 @@ def predict(
     loss_fn: LossFunction | None = None,
     dtype: torch.dtype | None = None,
     max_grad_norm: float | None = None,
+    compile: Literal["model", "blocks"] | None = None,
 ) -> MemoryPrediction:
     """Predict the memory of a training step on a GPU, without running it.
 
@@ -87,13 +96,22 @@ def predict(
     `batch`, `loss_fn`, `dtype` and `max_grad_norm` are those of `TrainStep`. The step runs twice on
     fake tensors, in eager mode, with the operators of CUDA and the blocks of its caching allocator.
     The model may be on any device, also on "meta"; it is copied and does not change.
+
+    `compile="model"` estimates the step of `torch.compile(model)`, "blocks" that of a model whose
+    repeated blocks are compiled: torch's partitioner decides what is saved, and elementwise chains
+    are taken as one kernel.
     """
     require_valid({}, loss_fn, optimizer, max_grad_norm, dtype, None)
     fakes = Fakes(line_of_code)
     with fakes.active():
         fake_model, fake_optimizer = fakes.copy(model, optimizer)
+        step = (fake_model, fake_optimizer, fakes.batch(batch))
         options = StepOptions(loss_fn, dtype, max_grad_norm)
-        return predict_fake(fakes, fake_model, fake_optimizer, fakes.batch(batch), options)
+        if compile is not None:
+            from stepscope.planning.compiled_step import predict_compiled
+
+            return predict_compiled(fakes, *step, options, whole=compile == "model")
+        return predict_fake(fakes, *step, options)
 
 
 def predict_fake(
@@ -104,16 +122,22 @@ def predict_fake(
     options: StepOptions,
     *,
     steps: int = 2,
+    between: Callable[[], None] = lambda: None,
 ) -> MemoryPrediction:
     """Predict the memory of a step of fake tensors, within `fakes.active()`. The first of two steps
-    creates the state of the optimizer."""
+    creates the state of the optimizer. `between` is called at the start of each phase."""
     use_cuda_defaults(optimizer)
     ledger = PredictedLedger()
     ledger.count((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), INPUTS)
     for _ in range(steps):
         ledger.forget_peaks()
         with CudaDtypes(), CudaOperators(), ledger.watching(model, optimizer), InPlaceSums():
-            run_step(model, optimizer, batch, options, ledger.begin)
+
+            def begin(phase: str) -> None:
+                between()
+                ledger.begin(phase)
+
+            run_step(model, optimizer, batch, options, begin)
             ledger.end()
     return MemoryPrediction(
         tuple(ledger.peaks), ledger.blocks.reserved + WORKSPACE, tuple(fakes.values.assumed)
@@ -130,12 +154,16 @@ def run_step(
     """Run a step of fake tensors, or a part without update; `begin` is called at the start of each
     phase."""
     dtype, loss_fn = options.dtype, options.loss_fn
-    begin("forward")
-    with torch.autocast("cpu", dtype) if dtype is not None else nullcontext():
-        loss = loss_of(model, batch) if loss_fn is None else loss_fn(model, batch)
-    begin("backward")
-    run_backward(loss)
-    del loss
+    # The second part has the gradients of the first one, as all later ones have.
+    for part in micro_batches(batch, options.micro_batches)[:SIMULATED]:
+        begin("forward")
+        with torch.autocast("cpu", dtype) if dtype is not None else nullcontext():
+            loss = loss_of(model, part) if loss_fn is None else loss_fn(model, part)
+        if options.micro_batches > 1:
+            loss = loss / options.micro_batches
+        begin("backward")
+        run_backward(loss)
+        del loss
     begin("optimizer")
     if options.max_grad_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm, foreach=True)

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from stepscope.acceleration.forward_registry import Layer, add_layer, forward_below
 from stepscope.errors import StepscopeError
@@ -56,12 +61,13 @@ def apply_to(block: nn.Module, plan: BlockPlan, copies: HostCopies, owner: objec
     if not plan.recompute:
         return None
     below = forward_below(block)
+    compiled = partial(_compiled_contexts, tuple(sorted(plan.kept)))
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return below(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return checkpoint(below, *args, use_reentrant=False, **kwargs)
+            return checkpoint(below, *args, use_reentrant=False, context_fn=compiled, **kwargs)
         group = copies.new_group() if plan.offload else None
         repeats_random = plan.is_random or not is_capturing()
 
@@ -78,6 +84,23 @@ def apply_to(block: nn.Module, plan: BlockPlan, copies: HostCopies, owner: objec
             )  # fmt: skip
 
     return add_layer(block, run, owner)
+
+
+def _compiled_contexts(kept: tuple[Key, ...]) -> Any:
+    """Let the compiler's partitioner save these outputs; it never copies them to host memory."""
+    return create_selective_checkpoint_contexts(_Policy(kept))  # type: ignore[no-untyped-call]
+
+
+class _Policy:
+    def __init__(self, kept: tuple[Key, ...]) -> None:
+        self._kept = frozenset(kept)
+        self._calls: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+
+    def __call__(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        del kwargs
+        key = counted(self._calls[context.is_recompute], function)
+        keeps = key in self._kept and can_keep(function, args)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Again:
@@ -140,7 +163,7 @@ class _Keeping(OperatorMode):  # type: ignore[no-untyped-call]
                 "call stepscope.fit on the model in training mode",
             )
         output = function(*arguments, **keywords)
-        key = _counted(self._calls, function)
+        key = counted(self._calls, function)
         if key in self._wanted and can_keep(function, arguments):
             kept = tree_map(self._stored, output)
             called = (function, *_shapes(arguments))
@@ -167,7 +190,7 @@ class _Using(OperatorMode):  # type: ignore[no-untyped-call]
         self._calls: Counter[str] = Counter()
 
     def run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        key = _counted(self._calls, function)
+        key = counted(self._calls, function)
         kept = self._store.pop(key, None)
         called = (function, *_shapes(arguments))
         if kept is not None and kept.called == called and kept.is_unchanged:
@@ -175,7 +198,7 @@ class _Using(OperatorMode):  # type: ignore[no-untyped-call]
         return function(*arguments, **keywords)
 
 
-def _counted(calls: Counter[str], function: Any) -> Key:
+def counted(calls: Counter[str], function: Any) -> Key:
     name = name_of(function)
     calls[name] += 1
     return name, calls[name] - 1

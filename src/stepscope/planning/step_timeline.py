@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from stepscope.planning.block_costs import BlockCost, BlockRun, Example
 from stepscope.planning.blocks import input_signature, repeated_blocks, structures
 from stepscope.planning.cuda_operators import CudaDtypes, CudaOperators, InPlaceSums
 from stepscope.planning.operators import OperatorLog, Rates
-from stepscope.planning.predict import StepOptions, run_step
+from stepscope.planning.predict import SIMULATED, StepOptions, run_step
 from stepscope.planning.ranks import ShardedModel
 from stepscope.planning.simulated_bytes import WORKSPACE, SimulatedBytes
 
@@ -115,24 +115,30 @@ class Blocks:
     """The repeated blocks of a model in a run on fake tensors: one example of each kind is run, the
     others have stand-ins."""
 
-    def __init__(self, model: nn.Module, rates: Rates) -> None:
+    def __init__(
+        self, model: nn.Module, rates: Rates, modules: Mapping[str, nn.Module] | None = None
+    ) -> None:
         self.model, self.rates = model, rates
-        self.modules = repeated_blocks(model)
+        self.modules = repeated_blocks(model) if modules is None else modules
         self._structures = structures(self.modules)
         self.examples: dict[Hashable, Example] = {}
         self.outputs: dict[Hashable, _Outputs] = {}
         self.plain: dict[Hashable, BlockRun] = {}
         """Runs of the kinds as they are, once they are known."""
+        self.retained: dict[Hashable, tuple[int, ...]] = {}
+        """Bytes of each differentiable input, then output, that a kind saves; 0 of others."""
         self.kinds: dict[str, Hashable] = {}
         self.calls: dict[str, int] = {}
         self._recorder: _Recorder | None = None
+        self.costs: Mapping[str, BlockCost] | None = None
+        """Sizes of what the stand-ins allocate; None for slots."""
         self.sharded: ShardedModel | None = None
         self.until_backward: list[Tensor] = []
         self._received: list[tuple[Tensor, Hashable, int]] = []
         """Differentiable arguments, with the kinds of their blocks and their positions."""
 
     @contextmanager
-    def _standing_in(self) -> Iterator[None]:
+    def standing_in(self) -> Iterator[None]:
         layers = [
             add_layer(block, self._stand_in(name, forward_below(block)), self)
             for name, block in self.modules.items()
@@ -146,22 +152,25 @@ class Blocks:
 
     def run(
         self, optimizer: Optimizer | None, batch: Any, options: StepOptions, *modes: Any
-    ) -> list[float]:
-        """Run a step with stand-ins, and return when its phases began."""
+    ) -> dict[str, float]:
+        """Run a step with stand-ins, and return the seconds of its phases."""
         log = OperatorLog(self.rates)
-        begins: list[float] = []
+        begins: list[tuple[str, float]] = []
 
         def begin(phase: str) -> None:
             self.until_backward.clear()
             if phase == "optimizer" and self.sharded is not None:
                 self.sharded.reduce()
-            begins.append(log.seconds)
+            begins.append((phase, log.seconds))
 
-        with self._standing_in(), CudaDtypes(), CudaOperators(), ExitStack() as stack:
+        with self.standing_in(), CudaDtypes(), CudaOperators(), ExitStack() as stack:
             for mode in (*modes, log, InPlaceSums()):
                 stack.enter_context(mode)
             run_step(self.model, optimizer, batch, options, begin)
-        return [*begins, log.seconds]
+        seconds: dict[str, float] = defaultdict(float)
+        for (phase, begin_s), (_, end_s) in itertools.pairwise([*begins, ("", log.seconds)]):
+            seconds[phase] += end_s - begin_s
+        return seconds
 
     def record(self, optimizer: Optimizer, batch: Any, options: StepOptions) -> Recorded:
         """Run a step with stand-ins for all blocks of known kinds, and return its timeline."""
@@ -171,9 +180,15 @@ class Blocks:
             tensors += self.sharded.shards
         tensors += tree_leaves([*optimizer.state.values()])
         recorder.count(x for x in tensors if isinstance(x, Tensor))
-        begins = self.run(optimizer, batch, options, recorder)
-        seconds = [end - begin for begin, end in itertools.pairwise(begins)]
-        return Recorded(recorder.timeline, dict(self.calls), *seconds)
+        seconds = self.run(optimizer, batch, options, recorder)
+        repeats = options.micro_batches / min(options.micro_batches, SIMULATED)
+        return Recorded(
+            recorder.timeline,
+            {name: repeats * count for name, count in self.calls.items()},
+            repeats * seconds["forward"],
+            repeats * seconds["backward"],
+            seconds["optimizer"],
+        )
 
     def _stand_in(self, name: str, below: Callable[..., Any]) -> Callable[..., Any]:
         def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -206,20 +221,24 @@ class Blocks:
         shared = {at for storage, at in those if storages[storage] > 1}
         return tuple(sorted({at for _, at in those} - shared))
 
-    @contextmanager
-    def slot(self, name: str, part: str) -> Iterator[None]:
-        if self._recorder is None:
-            yield
-            return
-        with self._recorder.within(Slot(name, part)):
-            yield
+    def allocated(self, name: str, part: str) -> Tensor:
+        """The memory of a slot."""
+        if self.costs is not None:
+            made = torch.empty(max(getattr(self.costs[name], part), 0), dtype=torch.uint8)
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if part == "saved" and hooks is not None:
+                # A ledger counts it among what is saved for the backward pass.
+                hooks[0](made)
+            return made
+        with nullcontext() if self._recorder is None else self._recorder.within(Slot(name, part)):
+            return torch.empty(1)
 
 
 class Recorded(NamedTuple):
     """A step with stand-ins: its timeline, and the seconds of what is not in a block."""
 
     timeline: StepTimeline
-    calls: dict[str, int]
+    calls: dict[str, float]
     forward_s: float
     backward_s: float
     optimizer_s: float
@@ -261,19 +280,16 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, blocks: Blocks, name: str, inputs: int, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        with blocks.slot(name, "forward"):
-            torch.empty(1)
-        with blocks.slot(name, "copies"):
-            blocks.until_backward.append(torch.empty(1))
-        with blocks.slot(name, "saved"):
-            ctx.saved = torch.empty(1)
+        blocks.allocated(name, "forward")
+        blocks.until_backward.append(blocks.allocated(name, "copies"))
+        ctx.saved = blocks.allocated(name, "saved")
         like = blocks.outputs[blocks.kinds[name]].tensors
         outputs = [torch.empty_like(one) for one in like]
         is_trained = [one.requires_grad for one in like]
         ctx.mark_non_differentiable(*itertools.compress(outputs, map(operator.not_, is_trained)))
         boundary = (*tensors[:inputs], *itertools.compress(outputs, is_trained))
-        run = blocks.plain.get(blocks.kinds[name])
-        ctx.save_for_backward(*itertools.compress(boundary, run.retained if run else ()))
+        retained = blocks.retained.get(blocks.kinds[name], ())
+        ctx.save_for_backward(*itertools.compress(boundary, retained))
         ctx.blocks, ctx.name = blocks, name
         ctx.like = [
             (one.size(), one.stride(), one.dtype) if needed else None
@@ -284,10 +300,10 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         del gradients
-        with ctx.blocks.slot(ctx.name, "backward"):
-            torch.empty(1)
+        ctx.blocks.allocated(ctx.name, "backward")
+        # The slot has the gradients too, while there is what they are computed from.
+        ctx.saved = None
         made = [
             None if one is None else torch.empty_strided(*one[:2], dtype=one[2]) for one in ctx.like
         ]
-        ctx.saved = None
         return None, None, None, *made

@@ -166,6 +166,7 @@ def _predict_models(options: PredictOptions) -> int:
 def _predict_plans(options: PredictOptions, steps: list[ModelPlan], budget: int | None) -> int:
     """Print the frontier of each step, of the last one as a figure too."""
     from stepscope.files import replace_file
+    from stepscope.planning.picture import frontier_figure
     from stepscope.report.plots import svg
     from stepscope.report.svg import standalone_svg
     from stepscope.report.terminal import print_findings, print_table
@@ -183,8 +184,8 @@ def _predict_plans(options: PredictOptions, steps: list[ModelPlan], budget: int 
         ]  # fmt: skip
         facts.append({**step._asdict(), **found._asdict(), "plans": plans})
         if options.frontier:
-            figure = standalone_svg(svg(view.frontier_figure(found, budget)))
-            replace_file(Path(options.frontier), [figure.encode()])
+            figure = frontier_figure(found.plans, view.within(found, budget))
+            replace_file(Path(options.frontier), [standalone_svg(svg(figure)).encode()])
         if not options.json:
             print_findings(view.frontier_findings(str(step), found, budget))
             print()

@@ -92,8 +92,8 @@ def predict_model(plan: ModelPlan) -> MemoryPrediction:
 
 def frontier_of(plan: ModelPlan, ranks: int, sharding: Literal["none", "full"]) -> Frontier:
     """Build the model with fake tensors and predict all plans of its step."""
-    from stepscope.planning.fit import plans_of
     from stepscope.planning.operators import known_rates
+    from stepscope.planning.plans import plans_of
     from stepscope.planning.ranks import Ranks
 
     with _fake_step(plan) as step:

@@ -12,7 +12,7 @@ from stepscope.analysis.predict.memory import MemoryState
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction
 from stepscope.records.memory import OPTIMIZER, PARAMETERS, SAVED, PhasePeak, saved_bytes
-from stepscope.report.blocks import Cell, Curve, Figure, Finding, Table, Value
+from stepscope.report.blocks import Cell, Finding, Table, Value
 from stepscope.report.format import bytes_, duration, percent
 from stepscope.report.tables import col, cols, table
 from stepscope.studies.training.settings import unusual_settings
@@ -212,7 +212,7 @@ def frontier_findings(name: str, found: Frontier, budget: int | None) -> list[Fi
     ]
     if budget is None:
         return findings
-    fitting = next((plan for plan in found.plans if plan.peak * MARGIN <= budget), None)
+    fitting = within(found, budget)
     findings.append(
         Finding(
             code="prediction.plan-fits" if fitting else "prediction.no-plan-fits",
@@ -227,6 +227,13 @@ def frontier_findings(name: str, found: Frontier, budget: int | None) -> list[Fi
         )
     )
     return findings
+
+
+def within(found: Frontier, budget: int | None) -> MemoryPlan | None:
+    """Return the fastest plan that fits."""
+    if budget is None:
+        return None
+    return next((plan for plan in found.plans if plan.peak * MARGIN <= budget), None)
 
 
 def plan_words(plan: MemoryPlan) -> str:
@@ -252,30 +259,6 @@ def frontier_table(found: Frontier, most: int = 12) -> Table:
         columns,
         caption=f"Times from FLOPs, bytes and the rates of {found.device}. `stepscope.fit` applies"
         " the fastest plan within a budget.",
-    )
-
-
-def frontier_figure(found: Frontier, budget: int | None) -> Figure:
-    """Time against memory: the plans, the step as it is, and the fastest plan within a budget."""
-    gib = 2**30
-
-    def curve(label: str, plans: Sequence[MemoryPlan]) -> Curve:
-        return Curve(
-            label=label,
-            x=tuple(plan.peak / gib for plan in plans),
-            y=tuple(1e3 * plan.seconds for plan in plans),
-        )
-
-    curves = [curve("plans", found.plans), curve("as it is", found.plans[:1])]
-    if budget is not None:
-        fitting = [plan for plan in found.plans if plan.peak * MARGIN <= budget]
-        curves += [curve("within the budget", fitting[:1])] if fitting else []
-    return Figure(
-        name="predicted-frontier",
-        title="Time against memory",
-        curves=tuple(curves),
-        x_label="predicted peak, GiB",
-        y_label="predicted step, ms",
     )
 
 
