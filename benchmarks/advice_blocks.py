@@ -207,16 +207,18 @@ class Blocks:
     @contextmanager
     def _alone(self, start: Start) -> Iterator[None]:
         """Stop all other processes that have passed the gate."""
-        others = [one.run for one in self._starts if one is not start and one.gate.opened]
-        for run in others:
-            run.send_signal(signal.SIGSTOP)
+        others = [one for one in self._starts if one is not start and one.gate.opened]
+        begun = time.monotonic()
+        for other in others:
+            other.run.send_signal(signal.SIGSTOP)
         if others:
             time.sleep(_DRAINED_S)
         try:
             yield
         finally:
-            for run in others:
-                run.send_signal(signal.SIGCONT)
+            for other in others:
+                other.run.send_signal(signal.SIGCONT)
+                other.gate.opened += time.monotonic() - begun
 
     def _time(self, start: Start) -> None:
         """Time the combination, and all that the same process can switch to."""
