@@ -193,7 +193,7 @@ class Blocks:
 
     def _until_ready(self, start: Start) -> None:
         """Wait until a process is ready while all others are stopped, and time it."""
-        while not start.is_late:
+        while not start.is_late and time.monotonic() < self._until:
             try:
                 ready = self._ready.get(timeout=0.2)
             except queue.Empty:

@@ -2,7 +2,8 @@
 
     python benchmarks/advice_search.py                      recorded programs; needs no GPU
     python benchmarks/advice_search.py --measure            programs of foreign.py; on a GPU
-    python benchmarks/advice_search.py --measure --resume --limit 450 --only hf_llama nano_gpt
+    python benchmarks/advice_search.py --measure --most 8 --limit 450       first of each program
+    python benchmarks/advice_search.py --measure --resume --only hf_llama nano_gpt
     python benchmarks/advice_search.py --show results/advice-search_h200.jsonl
 
 Without `--measure` the search is repeated for the steps in `results/advise-*.jsonl`: its first
@@ -108,7 +109,9 @@ class Found(NamedTuple):
     """What the search finds in a program."""
 
     program: str
-    best: Block
+    best: frozenset[str]
+    best_ms: float
+    base_ms: float
     found: tuple[tuple[frozenset[str], float], ...]
     """The combination of each trial, and the time of the best one so far over the best of all."""
     left: int
@@ -138,12 +141,13 @@ def search(measured: Measured) -> Found | None:
     times = {one.codes: one.step_ms for one in measured.blocks if one.step_ms is not None}
     if not times or measured.base_ms is None:
         return None
-    best, fastest, found = min(times.values()), measured.base_ms, []
+    unchanged: frozenset[str] = frozenset()
+    times[unchanged] = measured.base_ms
+    best, fastest, found = min(times, key=times.__getitem__), measured.base_ms, []
     for result in _results(measured):
         fastest = min(fastest, times.get(result.codes, fastest))
-        found.append((result.codes, fastest / best))
-    block = next(one for one in measured.blocks if one.step_ms == best)
-    return Found(measured.program, block, tuple(found), measured.left)
+        found.append((result.codes, fastest / times[best]))
+    return Found(measured.program, best, times[best], measured.base_ms, tuple(found), measured.left)
 
 
 def _results(measured: Measured) -> list[Result]:
@@ -200,6 +204,8 @@ class Measurement:
         self._orders = {one.name: _order(one, args) for one in _programs(args)}
 
     def run(self) -> None:
+        # Several programs compile at a time.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
         until = self._begun + self._args.limit
         missing = {name: o for name, o in self._orders.items() if name not in self.measured}
         self._record(missing)
@@ -255,14 +261,18 @@ class Measurement:
 
     def _next(self, starting: Sequence[Wanted]) -> Wanted | None:
         for name in self._names:
-            for one in self._left(self.measured[name]) if name in self.measured else ():
+            measured = self.measured.get(name)
+            if measured is None or len(measured.blocks) >= self._args.most:
+                continue
+            for one in self._left(measured):
                 if not any(other.covers(one) for other in starting):
                     return one
         return None
 
     def _similar(self, started: Wanted) -> list[Wanted]:
-        left = self._left(self.measured[started.program])
-        return [one for one in left if started.covers(one)]
+        measured = self.measured[started.program]
+        left = [one for one in self._left(measured) if started.covers(one)]
+        return left[: max(0, self._args.most - len(measured.blocks))]
 
     def _best_ms(self, program: str) -> float | None:
         times = [one.step_ms for one in self.measured[program].blocks if one.step_ms is not None]
@@ -270,14 +280,14 @@ class Measurement:
 
     def _done(self, wanted_: Wanted, timed: Timed, took_s: float) -> None:
         measured = self.measured[wanted_.program]
-        name = "unchanged"
+        name = _named(frozenset())
         if not wanted_.settings:
             measured.base_ms = timed.step_ms
             if timed.step_ms is None:
                 self._names.remove(wanted_.program)
         else:
             (one,) = (c for c in wanted(measured) if _settings(c) == wanted_.settings)
-            name = "+".join(sorted(one.codes))
+            name = _named(one.codes)
             block = Block(
                 advice=one.advice,
                 predicted_ms=one.step_ms,
@@ -357,19 +367,25 @@ def show(found: Sequence[Found]) -> Iterator[str]:
     for one in found:
         left = f"; {one.left} combinations were not run" if one.left else ""
         yield (
-            f"{one.program}: best {'+'.join(sorted(one.best.codes))},"
-            f" {one.best.step_ms or 0.0:.4g} ms{left}"
+            f"{one.program}: best {_named(one.best)}, {one.best_ms:.4g} of {one.base_ms:.4g} ms{left}"
         )
         for number, (codes, over) in enumerate(one.found, start=1):
-            yield f"  {number}. {'+'.join(sorted(codes))}: {over - 1:+.1%} from the best"
-    complete = [one for one in found if not one.left]
-    last = [one.found[-1][1] for one in complete if one.found]
-    first = [one.found[0][1] for one in complete if one.found]
-    yield (
-        f"of the programs with all combinations: within {WITHIN:.0%} after at most"
-        f" {TRIALS_COUNTED} trials: {_count(last, WITHIN)} of {len(last)};"
-        f" first trial within {FIRST_WITHIN:.0%}: {_count(first, FIRST_WITHIN)} of {len(first)}"
-    )
+            yield f"  {number}. {_named(codes)}: {over * one.best_ms:.4g} ms, {over - 1:+.1%} from the best"
+    for which, some in (
+        ("all programs", found),
+        ("programs with all combinations", [one for one in found if not one.left]),
+    ):
+        last = [one.found[-1][1] for one in some if one.found]
+        first = [one.found[0][1] for one in some if one.found]
+        yield (
+            f"{which}: within {WITHIN:.0%} after at most {TRIALS_COUNTED} trials:"
+            f" {_count(last, WITHIN)} of {len(last)}; first trial within {FIRST_WITHIN:.0%}:"
+            f" {_count(first, FIRST_WITHIN)} of {len(first)}"
+        )
+
+
+def _named(codes: frozenset[str]) -> str:
+    return "+".join(sorted(codes)) or "unchanged"
 
 
 def _count(ratios: Sequence[float], within: float) -> int:
@@ -395,6 +411,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], choices=[one.name for one in PROGRAMS])
     parser.add_argument("--resume", action="store_true", help="continue with --out, or results")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds")
+    parser.add_argument(
+        "--most", type=int, default=MOST, help="combinations of a program to run this time, at most"
+    )
     parser.add_argument("--beside", type=int, default=6, help="programs that start at a time")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scale", default="gpu", choices=["cpu", "gpu"])
