@@ -367,10 +367,12 @@ def show(found: Sequence[Found]) -> Iterator[str]:
     for one in found:
         left = f"; {one.left} combinations were not run" if one.left else ""
         yield (
-            f"{one.program}: best {_named(one.best)}, {one.best_ms:.4g} of {one.base_ms:.4g} ms{left}"
+            f"{one.program}: best {_named(one.best)}, {one.best_ms:.4g} of"
+            f" {one.base_ms:.4g} ms{left}"
         )
         for number, (codes, over) in enumerate(one.found, start=1):
-            yield f"  {number}. {_named(codes)}: {over * one.best_ms:.4g} ms, {over - 1:+.1%} from the best"
+            ms = over * one.best_ms
+            yield f"  {number}. {_named(codes)}: {ms:.4g} ms, {over - 1:+.1%} from the best"
     for which, some in (
         ("all programs", found),
         ("programs with all combinations", [one for one in found if not one.left]),
