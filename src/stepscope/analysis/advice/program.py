@@ -49,6 +49,10 @@ class Program(Protocol):
         """Apply these pieces of `stepscope.accelerate` to every model."""
         ...
 
+    def batch_siblings(self) -> None:
+        """Run modules of a list as one batch, if a loop calls them with the same input."""
+        ...
+
     def run_as_train_step(self) -> None:
         """Run the loop as a `stepscope.TrainStep`."""
         ...

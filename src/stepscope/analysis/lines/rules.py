@@ -174,6 +174,18 @@ def _words(loop: Loop, place: Place) -> _Words | None:
     return _MODULES if loop.parameters >= each and not shared else _OTHER
 
 
+def module_loops(lines: Lines) -> Iterator[tuple[Loop, int]]:
+    """Yield the loops in which no iteration needs the one before and each has its own parameters,
+    with their operators in the backward."""
+    for index, loop in enumerate(lines.loops):
+        shared = loop.parameter_reads >= 2 * loop.parameters * max(1, loop.entries)
+        chained = loop.carried >= _CHAIN_FROM * loop.operators
+        several = loop.iterations >= 2 * loop.entries and loop.parameters >= loop.iterations
+        if several and not (loop.trains or shared or chained):
+            sites = (site for site in lines.sites if index in site.loops)
+            yield loop, sum(site.backward for site in sites)
+
+
 _Named = Iterator[tuple[float, CostlyLine, Sequence[Site]]]
 """The share of the step from which a line is named, the line, and where its cost comes from."""
 
