@@ -86,11 +86,10 @@ class _Batch:
         if not self._together:
             self._watch(number, x)
             return own(x)
-        if number == 0 and not self._use():
-            self._forget()
-            return own(x)
         if number == 0:
-            self._compute(x)
+            self._forget()
+            if isinstance(x, Tensor) and self._use():
+                self._compute(x)
         if not self._outputs or not self._is_input(x):
             return own(x)
         output = self._outputs[number]
