@@ -26,7 +26,7 @@ from stepscope.advisor.advise.interleaved import ScriptEndedError, TrialProcess
 from stepscope.advisor.inspect.order import Order
 from stepscope.advisor.inspect.recording import record_script
 from stepscope.analysis.advice.pieces import ACCELERATE
-from stepscope.analysis.advice.plan import SWITCHABLE
+from stepscope.analysis.advice.program import switchable
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Record
 
@@ -59,7 +59,7 @@ class Wanted(NamedTuple):
         return (
             self.program == other.program
             and other.settings.items() <= self.settings.items()
-            and lacking <= {*SWITCHABLE}
+            and switchable(lacking)
         )
 
 

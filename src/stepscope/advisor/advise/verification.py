@@ -12,7 +12,8 @@ from stepscope.advisor.advise.cases import Script, Trial
 from stepscope.advisor.advise.history import add_to_history
 from stepscope.advisor.advise.outcome import Tried, attributed
 from stepscope.analysis.advice.changes import with_range
-from stepscope.analysis.advice.plan import SWITCHABLE, Plan, Planned
+from stepscope.analysis.advice.plan import Plan, Planned
+from stepscope.analysis.advice.program import switchable
 from stepscope.analysis.advice.search import Space
 from stepscope.records.schema import Record, Run
 from stepscope.records.store import Store
@@ -99,7 +100,7 @@ class Verification:
 
     def plan(self, without: Collection[str] = ()) -> Plan:
         results = [one.result for one in self._tried]
-        return Plan(self._space, results, lambda one: {*one.setting} <= {*SWITCHABLE}, without)
+        return Plan(self._space, results, lambda one: switchable(one.setting), without)
 
     def _next(self) -> Trial | None:
         """Return the first planned trial that the time allows: if none of those with a compiler,

@@ -20,9 +20,6 @@ _COMPARABLE = 1.1
 """Predicted time over that of the best combination up to which another one, which replaces a change
 of it, is tried: predictions are not exact."""
 
-SWITCHABLE = ("attention", "gradients", "optimizer", "read_back")
-"""Settings that a running program can usually take back."""
-
 Purpose = Literal["best predicted", "without one", "one more", "alone"]
 
 
