@@ -2,7 +2,8 @@
 
     python benchmarks/advice_search.py                      recorded programs; needs no GPU
     python benchmarks/advice_search.py --measure            programs of foreign.py; on a GPU
-    python benchmarks/advice_search.py --measure --only hf_llama nano_gpt --resume
+    python benchmarks/advice_search.py --measure --most 8 --limit 450       first of each program
+    python benchmarks/advice_search.py --measure --resume --only hf_llama nano_gpt
     python benchmarks/advice_search.py --show results/advice-search_h200.jsonl
 
 Without `--measure` the search is repeated for the steps in `results/advise-*.jsonl`: its first
@@ -10,18 +11,23 @@ trial and the best of the combinations that were tried at the time.
 
 With `--measure` each program is recorded once. Then all consistent combinations of the changes that
 are predicted to gain 3 % or more, alone or in the best combination, run once for one block of
-`BLOCK_S` seconds each, at most `MOST` per program, the best predictions first. One line of JSON per
-program is written when it is finished. From these times it follows what the search finds with each
-number of trials; no program runs for that.
+`BLOCK_S` seconds, at most `MOST` per program; a block ends after `FIRST_S` seconds if its
+combination is far from the best one. The trials of the search come first. From these times it
+follows what the search finds with each number of trials; no program runs for that.
+
+The record has one line of JSON per program and is written after each block, so that `--resume`
+continues with the next one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,24 +37,25 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from advice_blocks import Blocks, Timed, Wanted, recorded  # noqa: E402
 from foreign import ENDLESS, PROGRAMS, Program  # noqa: E402
 
+from stepscope.advisor.advise.cases import OF_SCRIPTS  # noqa: E402
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS  # noqa: E402
-from stepscope.advisor.advise.interleaved import (  # noqa: E402
-    ScriptEndedError,
-    TrialProcess,
-)
+from stepscope.advisor.advise.facts import facts_of  # noqa: E402
 from stepscope.advisor.advise.outcome import Tried, best_of  # noqa: E402
 from stepscope.advisor.advise.step import RecordedStep  # noqa: E402
 from stepscope.advisor.inspect.order import Order  # noqa: E402
-from stepscope.advisor.inspect.recording import record_script  # noqa: E402
 from stepscope.analysis.advice.plan import Plan, Result  # noqa: E402
 from stepscope.analysis.advice.rule import WORTH, Advice  # noqa: E402
 from stepscope.analysis.advice.search import Combination, Space  # noqa: E402
+from stepscope.errors import StepscopeError  # noqa: E402
 from stepscope.records.jsonl import read_records  # noqa: E402
+from stepscope.records.schema import Record  # noqa: E402
 from stepscope.records.stats import Ratio  # noqa: E402
+from stepscope.studies.runner.runner import Runner  # noqa: E402
 
-BLOCK_S = 3.0
+RECORD = ROOT / "results" / "advice-search_h200.jsonl"
 MOST = 32
 TRIALS_COUNTED = 5
 WITHIN, FIRST_WITHIN = 0.05, 0.15
@@ -63,38 +70,52 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float | None = None
     failed: str = ""
     missing: tuple[str, ...] = ()
+    timed_s: float = 0.0
+    """Of timed steps."""
     took_s: float = 0.0
+    """Since the start of the process; several start beside each other."""
 
     @property
     def codes(self) -> frozenset[str]:
         return frozenset(one.code for one in self.advice)
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class Measured(msgspec.Struct, kw_only=True, dict=True):
     """A program with all of its combinations: one line of the record."""
 
     program: str
     device: str
     step_ms: float
     """Of the unchanged program, as recorded."""
-    base_ms: float | None
+    base_ms: float | None = None
     """Of the unchanged program in a block."""
     record: Any
-    blocks: tuple[Block, ...]
+    lacks: tuple[str, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    left: int = 0
+    """Combinations that were not run yet."""
 
+    @cached_property
     def space(self) -> Space:
-        from stepscope.records.schema import Record
+        """Without the corrections that this machine has learnt from other programs."""
+        return Space(facts_of(msgspec.convert(self.record, Record), lacks=self.lacks), OF_SCRIPTS)
 
-        return RecordedStep(msgspec.convert(self.record, Record)).space()
+    @cached_property
+    def combinations(self) -> list[Combination]:
+        return combinations(self.space)
 
 
 class Found(NamedTuple):
     """What the search finds in a program."""
 
     program: str
-    best: Block
-    found: tuple[tuple[frozenset[str], float | None], ...]
+    best: frozenset[str]
+    best_ms: float
+    base_ms: float
+    found: tuple[tuple[frozenset[str], float], ...]
     """The combination of each trial, and the time of the best one so far over the best of all."""
+    left: int
+    """Combinations that were not run."""
 
 
 def gaining(space: Space) -> set[str]:
@@ -116,29 +137,52 @@ def combinations(space: Space) -> list[Combination]:
 
 
 def search(measured: Measured) -> Found | None:
-    """Repeat the search with the measured times in place of trials. A combination that was not
-    run counts as one that cannot be made."""
-    known = {one.codes: one for one in measured.blocks}
+    """Repeat the search with the measured times in place of trials, as far as these go."""
     times = {one.codes: one.step_ms for one in measured.blocks if one.step_ms is not None}
     if not times or measured.base_ms is None:
         return None
-    best = min(times.values())
-    space, results, found = measured.space(), [], []
-    fastest = measured.base_ms
+    unchanged: frozenset[str] = frozenset()
+    times[unchanged] = measured.base_ms
+    best, fastest, found = min(times, key=times.__getitem__), measured.base_ms, []
+    for result in _results(measured):
+        fastest = min(fastest, times.get(result.codes, fastest))
+        found.append((result.codes, fastest / times[best]))
+    return Found(measured.program, best, times[best], measured.base_ms, tuple(found), measured.left)
+
+
+def _results(measured: Measured) -> list[Result]:
+    """Return what the search gets from its trials, up to the first one that was not run."""
+    assert measured.base_ms is not None
+    known = {one.codes: one for one in measured.blocks}
+    results: list[Result] = []
     while len(results) < TRIALS_COUNTED:
-        planned = Plan(space, results).next()
-        if planned is None:
+        planned = Plan(measured.space, results).next()
+        block = None if planned is None else known.get(planned.combination.codes)
+        if planned is None or block is None:
             break
-        codes = planned.combination.codes
-        ms, block = times.get(codes), known.get(codes)
-        ratio = None if ms is None else ms / measured.base_ms
-        refuted = frozenset() if block is None else _refuted(block)
-        interval = None if ratio is None else Ratio(value=ratio, low=ratio, high=ratio, level=0.99)
-        results.append(Result(planned.combination.advice, interval, ms is not None, refuted))
-        fastest = min(fastest, ms or fastest)
-        found.append((codes, fastest / best))
-    block = next(one for one in measured.blocks if one.step_ms == best)
-    return Found(measured.program, block, tuple(found))
+        ratio = None
+        if block.step_ms is not None:
+            value = block.step_ms / measured.base_ms
+            ratio = Ratio(value=value, low=value, high=value, level=0.99)
+        results.append(
+            Result(planned.combination.advice, ratio, ratio is not None, _refuted(block))
+        )
+    return results
+
+
+def wanted(measured: Measured) -> list[Combination]:
+    """Return the combinations that were not run yet: first those of the search, then by their
+    predictions."""
+    known = {one.codes for one in measured.blocks}
+    if measured.base_ms is None:
+        planned = [Plan(measured.space, []).next()]
+    else:
+        results = _results(measured)
+        open_trials = Plan(measured.space, results).trials()
+        planned = list(open_trials) if len(results) < TRIALS_COUNTED else []
+    by_codes = {one.combination.codes: one.combination for one in planned if one is not None}
+    by_codes |= {one.codes: one for one in measured.combinations if one.codes not in by_codes}
+    return [one for codes, one in by_codes.items() if codes not in known]
 
 
 def _refuted(block: Block) -> frozenset[str]:
@@ -150,68 +194,145 @@ def _refuted(block: Block) -> frozenset[str]:
     )
 
 
-def measure(program: Program, args: argparse.Namespace) -> Measured:
-    from stepscope.studies.runner.runner import Runner
+class Measurement:
+    """All programs, each with its combinations, one after the other."""
 
-    words = ("--scale", args.scale, "--device", args.device, "--steps", str(ENDLESS))
-    order = Order(
-        target=str(program.path), words=words, warmup=5, timed=10, traced=3, memory=True, stop=True
-    )
-    base = record_script(order)
-    with Runner(base.environment.device_kind, 600.0) as runner:
-        ceilings = runner.ceilings(_Quiet())
-    base = msgspec.structs.replace(base, ceilings=ceilings)
-    space = RecordedStep(base).space()
-    order = msgspec.structs.replace(order, timed=1, traced=1, memory=False, stop=False)
-    step_ms, *_ = _block(order, {}, space.facts.step_ms)
-    blocks = []
-    for one in combinations(space):
-        settings = {name: value for a in one.advice for name, value in a.setting.items()}
-        begun = time.monotonic()
-        ms, failed, missing = _block(order, settings, one.step_ms)
-        took = time.monotonic() - begun
-        print(f"  {'+'.join(sorted(one.codes))}: {ms or failed} ({took:.0f} s)", flush=True)
-        blocks.append(
-            Block(
+    def __init__(self, measured: dict[str, Measured], args: argparse.Namespace) -> None:
+        self.measured, self._args = measured, args
+        self._begun = time.monotonic()
+        self._names = [one.name for one in _programs(args)]
+        self._orders = {one.name: _order(one, args) for one in _programs(args)}
+
+    def run(self) -> None:
+        # Several programs compile at a time.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+        until = self._begun + self._args.limit
+        missing = {name: o for name, o in self._orders.items() if name not in self.measured}
+        self._record(missing)
+        memory = 0.8 * torch_memory(self._args.device)
+        Blocks(self._next, self._done, self._similar, self._best_ms,
+               beside=self._args.beside, memory_bytes=memory, until=until).run()  # fmt: skip
+
+    def _record(self, orders: Mapping[str, Order]) -> None:
+        if not orders:
+            return
+        with Runner(self._args.device, 600.0) as runner:
+            ceilings, lacks = runner.ceilings(_Quiet()), tuple(runner.lacks)
+        self._log("ceilings")
+        for name, record in recorded(orders, beside=self._args.beside):
+            if isinstance(record, StepscopeError):
+                self._log(f"{name}: not recorded: {record}")
+                continue
+            record = msgspec.structs.replace(record, ceilings=ceilings)
+            measured = Measured(
+                program=name,
+                device=record.environment.device_name,
+                step_ms=0.0,
+                record=msgspec.to_builtins(record),
+                lacks=lacks,
+            )
+            measured.step_ms = measured.space.facts.step_ms
+            self.measured[name] = measured
+            self._left(measured)
+            self._log(f"{name}: recorded, {measured.step_ms:.4g} ms, {measured.left} combinations")
+        self._write()
+
+    def _log(self, text: str) -> None:
+        print(f"{time.monotonic() - self._begun:5.0f} s  {text}", flush=True)
+
+    def _write(self) -> None:
+        order = [one.name for one in PROGRAMS]
+        write(self._args.out, sorted(self.measured.values(), key=lambda m: order.index(m.program)))
+
+    def _left(self, measured: Measured) -> list[Wanted]:
+        """Return what is left to time of a program, the unchanged program first."""
+        facts = measured.space.facts
+        unchanged: dict[str, str] = {}
+        found = [(unchanged, facts.step_ms)] if measured.base_ms is None else []
+        found += [(_settings(one), one.step_ms) for one in wanted(measured)]
+        measured.left = len(found)
+        order = msgspec.structs.replace(
+            self._orders[measured.program], timed=1, traced=1, memory=False, stop=False
+        )
+        return [
+            Wanted(measured.program, order, settings, ms, facts.peak_bytes)
+            for settings, ms in found
+        ]
+
+    def _next(self, starting: Sequence[Wanted]) -> Wanted | None:
+        for name in self._names:
+            measured = self.measured.get(name)
+            if measured is None or len(measured.blocks) >= self._args.most:
+                continue
+            for one in self._left(measured):
+                if not any(other.covers(one) for other in starting):
+                    return one
+        return None
+
+    def _similar(self, started: Wanted) -> list[Wanted]:
+        measured = self.measured[started.program]
+        left = [one for one in self._left(measured) if started.covers(one)]
+        return left[: max(0, self._args.most - len(measured.blocks))]
+
+    def _best_ms(self, program: str) -> float | None:
+        times = [one.step_ms for one in self.measured[program].blocks if one.step_ms is not None]
+        return min(times, default=None)
+
+    def _done(self, wanted_: Wanted, timed: Timed, took_s: float) -> None:
+        measured = self.measured[wanted_.program]
+        name = _named(frozenset())
+        if not wanted_.settings:
+            measured.base_ms = timed.step_ms
+            if timed.step_ms is None:
+                self._names.remove(wanted_.program)
+        else:
+            (one,) = (c for c in wanted(measured) if _settings(c) == wanted_.settings)
+            name = _named(one.codes)
+            block = Block(
                 advice=one.advice,
                 predicted_ms=one.step_ms,
-                step_ms=ms,
-                failed=failed,
-                missing=missing,
-                took_s=took,
+                step_ms=timed.step_ms,
+                timed_s=timed.seconds,
+                failed=timed.failed,
+                missing=timed.missing,
+                took_s=took_s,
             )
-        )
-    return Measured(
-        program=program.name,
-        device=base.environment.device_name,
-        step_ms=space.facts.step_ms,
-        base_ms=step_ms,
-        record=msgspec.to_builtins(base),
-        blocks=tuple(blocks),
+            measured.blocks = (*measured.blocks, block)
+        self._left(measured)
+        self._write()
+        ms = timed.failed if timed.step_ms is None else f"{timed.step_ms:.4g} ms"
+        self._log(f"{wanted_.program}: {name}: {ms} ({wanted_.step_ms:.4g} predicted,"
+                  f" {timed.seconds:.1f} of {took_s:.0f} s); {measured.left} left")  # fmt: skip
+
+
+def _settings(combination: Combination) -> dict[str, str]:
+    return {name: value for one in combination.advice for name, value in one.setting.items()}
+
+
+def _programs(args: argparse.Namespace) -> list[Program]:
+    if args.only:
+        return [next(one for one in PROGRAMS if one.name == name) for name in args.only]
+    return [one for one in PROGRAMS if one.on_gpu and one.ranks == 1]
+
+
+def _order(program: Program, args: argparse.Namespace) -> Order:
+    words = ("--scale", args.scale, "--device", args.device, "--steps", str(ENDLESS))
+    return Order(
+        target=str(program.path), words=words, warmup=5, timed=10, traced=3, memory=True, stop=True
     )
+
+
+def torch_memory(device: str) -> float:
+    """Return the bytes of the GPU, or of this machine."""
+    import torch
+
+    if device == "cuda":
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 class _Quiet:
     def calibrating(self, progress: object) -> None: ...
-
-
-def _block(
-    order: Order, settings: dict[str, str], step_ms: float
-) -> tuple[float | None, str, tuple[str, ...]]:
-    """Return the step time of one block, or why there is none, and what could not be changed."""
-    try:
-        with TrialProcess(order, settings) as run:
-            ready = run.ready()
-            if ready.missing:
-                return (
-                    None,
-                    "; ".join(f"{k}: {v}" for k, v in ready.missing.items()),
-                    tuple(ready.missing),
-                )
-            each = min(step_ms, ready.step_ms) or 1.0
-            return run.turn(max(3, round(1e3 * BLOCK_S / each))).step_ms, "", ()
-    except ScriptEndedError as ended:
-        return None, str(ended), ()
 
 
 def from_results(folder: Path) -> Iterator[list[str]]:
@@ -244,19 +365,33 @@ def from_results(folder: Path) -> Iterator[list[str]]:
 
 def show(found: Sequence[Found]) -> Iterator[str]:
     for one in found:
-        yield f"{one.program}: best {'+'.join(sorted(one.best.codes))}, {one.best.step_ms:.4g} ms"
+        left = f"; {one.left} combinations were not run" if one.left else ""
+        yield (
+            f"{one.program}: best {_named(one.best)}, {one.best_ms:.4g} of"
+            f" {one.base_ms:.4g} ms{left}"
+        )
         for number, (codes, over) in enumerate(one.found, start=1):
-            yield f"  {number}. {'+'.join(sorted(codes))}: {over - 1:+.1%} from the best"
-    last = [one.found[-1][1] for one in found if one.found]
-    first = [one.found[0][1] for one in found if one.found]
-    yield (
-        f"within {WITHIN:.0%} after {TRIALS_COUNTED} trials: {_count(last, WITHIN)} of {len(last)};"
-        f" first trial within {FIRST_WITHIN:.0%}: {_count(first, FIRST_WITHIN)} of {len(first)}"
-    )
+            ms = over * one.best_ms
+            yield f"  {number}. {_named(codes)}: {ms:.4g} ms, {over - 1:+.1%} from the best"
+    for which, some in (
+        ("all programs", found),
+        ("programs with all combinations", [one for one in found if not one.left]),
+    ):
+        last = [one.found[-1][1] for one in some if one.found]
+        first = [one.found[0][1] for one in some if one.found]
+        yield (
+            f"{which}: within {WITHIN:.0%} after at most {TRIALS_COUNTED} trials:"
+            f" {_count(last, WITHIN)} of {len(last)}; first trial within {FIRST_WITHIN:.0%}:"
+            f" {_count(first, FIRST_WITHIN)} of {len(first)}"
+        )
 
 
-def _count(ratios: Sequence[float | None], within: float) -> int:
-    return sum(one is not None and one <= 1 + within for one in ratios)
+def _named(codes: frozenset[str]) -> str:
+    return "+".join(sorted(codes)) or "unchanged"
+
+
+def _count(ratios: Sequence[float], within: float) -> int:
+    return sum(one <= 1 + within for one in ratios)
 
 
 def read(path: Path) -> dict[str, Measured]:
@@ -266,9 +401,9 @@ def read(path: Path) -> dict[str, Measured]:
     return {one.program: one for one in lines}
 
 
-def write(path: Path, measured: Mapping[str, Measured]) -> None:
+def write(path: Path, measured: Iterable[Measured]) -> None:
     partial = path.with_suffix(".partial")
-    partial.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in measured.values()))
+    partial.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in measured))
     partial.replace(path)
 
 
@@ -276,10 +411,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--only", nargs="+", default=[], choices=[one.name for one in PROGRAMS])
-    parser.add_argument("--resume", action="store_true", help="skip programs that have a line")
+    parser.add_argument("--resume", action="store_true", help="continue with --out, or results")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds")
+    parser.add_argument(
+        "--most", type=int, default=MOST, help="combinations of a program to run this time, at most"
+    )
+    parser.add_argument("--beside", type=int, default=6, help="programs that start at a time")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scale", default="gpu", choices=["cpu", "gpu"])
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "advice-search_h200.jsonl")
+    parser.add_argument("--out", type=Path, default=RECORD)
     parser.add_argument("--show", type=Path, help="print what the search finds in a record")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -293,13 +433,10 @@ def main() -> int:
             return 0
         print("\n".join(f"| {' | '.join(row)} |" for row in (names, ["---"] * 8, *rows)))
         return 0
-    measured = read(args.show or args.out) if args.show or args.resume else {}
-    for program in PROGRAMS if args.measure else ():
-        wanted = program.name in args.only if args.only else program.on_gpu
-        if wanted and program.ranks == 1 and not (args.resume and program.name in measured):
-            print(program.name, flush=True)
-            measured[program.name] = measure(program, args)
-            write(args.out, measured)
+    known = args.show or (args.out if args.out.exists() else RECORD)
+    measured = read(known) if args.show or args.resume else {}
+    if args.measure:
+        Measurement(measured, args).run()
     found = [one for one in map(search, measured.values()) if one is not None]
     print("\n".join(show(found)))
     return 0

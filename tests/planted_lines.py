@@ -63,7 +63,7 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.attention, self.experts, self.recurrent = Attention(), Experts(), Recurrent()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.head, self.kind = nn.Linear(WIDTH, VOCABULARY), nn.Linear(WIDTH, 3)
 
     def forward(self, tokens):
         x = self.embedding(tokens)  # padding
@@ -72,7 +72,8 @@ class Model(nn.Module):
         x = x.bfloat16().float()  # casts
         x = x.transpose(0, 1).contiguous().transpose(0, 1)  # layout
         rows = [row * self.scale(row) for row in x]  # loop_over_samples
-        return self.head(torch.stack(rows))
+        kind = self.kind(x)[:, -1]  # unused_rows
+        return self.head(torch.stack(rows)), kind
 
     def scale(self, row):
         return torch.sigmoid(row.mean() - row.amax())
@@ -92,8 +93,9 @@ for step in range(24):
     tokens = torch.randint(1, VOCABULARY, (BATCH, TOKENS))
     tokens[:, TOKENS // 2 :] = 0
     labels = tokens.masked_fill(tokens == 0, -100)
-    logits = model(tokens)
+    logits, kind = model(tokens)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # ignored_labels
+    loss = loss + kind.float().softmax(-1).mean()
     loss.backward()
     with torch.no_grad():
         update(parameters, moments)

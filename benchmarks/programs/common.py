@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 
 import torch
@@ -38,9 +39,16 @@ def options(description: str | None, *switches: str) -> argparse.Namespace:
     for switch in SWITCHES:
         vars(given).setdefault(switch.removeprefix("--"), False)
     torch.manual_seed(0)
+    _wait_for_turn()
     if given.tf32:
         torch.set_float32_matmul_precision("high")
     return given
+
+
+def _wait_for_turn() -> None:
+    """Wait until `advice_blocks.py` lets the program use the device: its libraries are imported."""
+    if path := os.environ.get("STEPSCOPE_GATE"):
+        fcntl.flock(os.open(path, os.O_RDWR), fcntl.LOCK_EX)
 
 
 def log(given: argparse.Namespace, step: int, loss: Tensor) -> None:

@@ -29,9 +29,11 @@ def ends(calls: str) -> str:
     ("calls", "expected"),
     [
         ("AAAA", "AAAA"),
-        ("ABABABABAB", "AABBBB"),
-        ("DDDGDDDGDDDGDDDG", "DDDDDDGGG"),
-        ("ABBABBABBABB", "ABAAA"),
+        ("ABABABABAB", "ABBBB"),
+        ("ABCABCABCABC", "ACCC"),
+        ("DDDGDDDGDDDGDDDG", "DDDGGG"),
+        ("ABBABBABBABB", "ABAA"),
+        ("AAPAAAAAAAAA", "AAAAAAA"),
     ],
 )
 def test_step_is_one_full_iteration_of_the_loop(calls: str, expected: str) -> None:

@@ -7,6 +7,7 @@ import functools
 import operator
 import sys
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -29,6 +30,24 @@ _WRITING_OPERATORS: set[Any] = {
     operator.ior,
     operator.ixor,
 }
+
+
+_in_vmap = ContextVar("in_vmap", default=False)
+
+
+@contextlib.contextmanager
+def attention_in_vmap() -> Iterator[None]:
+    """Replace attention inside of `vmap`, too: no deferred matmul leaves the mapped function."""
+    token = _in_vmap.set(True)
+    try:
+        yield
+    finally:
+        _in_vmap.reset(token)
+
+
+def can_be_mapped() -> bool:
+    """Return False inside of transforms of `torch.func` under which no matmul can be deferred."""
+    return _in_vmap.get() or not torch._C._are_functorch_transforms_active()
 
 
 class AutogradState(NamedTuple):

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from stepscope.acceleration.attention.context import (
     AutogradState,
+    can_be_mapped,
     share_memory,
     within_an_autograd_function,
     writes,
@@ -40,6 +41,7 @@ from stepscope.acceleration.attention.deferred import (
     materialized,
 )
 from stepscope.acceleration.attention.einsum import as_matmul
+from stepscope.acceleration.attention.kernel_call import fused
 from stepscope.acceleration.attention.masks import (
     MASKED_BELOW,
     CausalMasks,
@@ -154,7 +156,7 @@ class fused_attention(TorchFunctionMode):  # noqa: N801
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
     ) -> torch.Tensor:
         """Compute attention; `options` are those of `scaled_dot_product_attention`."""
-        return functional.scaled_dot_product_attention(q, k, v, **options)
+        return fused(q, k, v, **options)
 
     @property
     def is_referenced(self) -> bool:
@@ -191,7 +193,7 @@ def can_be_deferred(operands: tuple[Any, ...]) -> bool:
         and left.layout == right.layout == torch.strided
         # Inference tensors have no version counter.
         and not (left.is_inference() or right.is_inference())
-        and not torch._C._are_functorch_transforms_active()
+        and can_be_mapped()
     )
 
 

@@ -35,6 +35,8 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     words: tuple[str, ...] = ()
     warmup: int = 5
     """Steps before the first timed one."""
+    optimizers: int = 0
+    """Optimizers of a step, as far as they are known: none ends before all of them have stepped."""
 
     @property
     def key(self) -> str:

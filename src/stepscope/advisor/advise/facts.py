@@ -20,11 +20,14 @@ from stepscope.analysis.advice.facts import (
     Facts,
     PhaseWork,
     Runs,
+    Siblings,
 )
 from stepscope.analysis.advice.timeline import with_launch_time
 from stepscope.analysis.kernels.matmuls import FP8
 from stepscope.analysis.kernels.names import FILL
 from stepscope.analysis.limits import measured_ceilings
+from stepscope.analysis.lines.facts import Lines
+from stepscope.analysis.lines.rules import module_loops
 from stepscope.analysis.trace.summary import KernelRow, Summary
 from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError
@@ -108,6 +111,7 @@ def facts_of(record: Record, lacks: Sequence[str] = ()) -> Facts:
         block_list=block_list(summary),
         **_linear_layers(summary),
         pieces=None if pieces is None else piece_work(pieces, summary, attention),
+        siblings=() if watched.lines is None else _siblings(watched.lines),
         loss_ms=_loss_ms(summary),
         ranks=ranks,
         exposed_ms=summary.class_ms("communication"),
@@ -137,6 +141,17 @@ def facts_of(record: Record, lacks: Sequence[str] = ()) -> Facts:
         facts,
         ceiling_values.get("launch.rate"),
         summarize(issued.values).median if issued else None,
+    )
+
+
+def _siblings(lines: Lines) -> tuple[Siblings, ...]:
+    return tuple(
+        Siblings(
+            where=lines.places[loop.place].where,
+            modules=loop.iterations // loop.entries,
+            operators={"forward": float(loop.operators), "backward": float(backward)},
+        )
+        for loop, backward in module_loops(lines)
     )
 
 

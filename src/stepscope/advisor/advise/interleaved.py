@@ -137,7 +137,7 @@ class TrialProcess:
         if self._first is None:
             self._first = self._next(Ready)
             self.losses += self._first.losses
-            self._signal(signal.SIGSTOP)
+            self.send_signal(signal.SIGSTOP)
         return self._first
 
     @property
@@ -164,16 +164,17 @@ class TrialProcess:
         return self._send(Turn(steps=steps, untimed=untimed))
 
     def _send(self, turn: Turn) -> TurnResult:
-        self._signal(signal.SIGCONT)
+        self.send_signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):
             self._channel.sendall(msgspec.json.encode(turn) + b"\n")
         message = self._next(TurnResult)
-        self._signal(signal.SIGSTOP)
+        self.send_signal(signal.SIGSTOP)
         self.losses += message.losses
         self.peak_bytes = message.peak_bytes
         return message
 
-    def _signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to all of its processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 

@@ -130,6 +130,7 @@ def order_of(script: Script, **more: object) -> Order:
         module=script.module,
         words=script.words,
         warmup=script.warmup,
+        optimizers=script.optimizers,
         timed=1,
         traced=1,
         memory=False,

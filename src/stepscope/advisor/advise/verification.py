@@ -13,6 +13,7 @@ from stepscope.advisor.advise.history import add_to_history
 from stepscope.advisor.advise.outcome import Tried, attributed
 from stepscope.analysis.advice.changes import with_range
 from stepscope.analysis.advice.plan import Plan, Planned
+from stepscope.analysis.advice.program import switchable
 from stepscope.analysis.advice.search import Space
 from stepscope.records.schema import Record, Run
 from stepscope.records.store import Store
@@ -24,8 +25,6 @@ _COMPILED_OVER_PLAIN = 3.0
 """Expected duration of a trial with torch.compile, relative to one without."""
 _COMPILER_S, _COMPILER_S_PER_KERNEL = 15.0, 0.005
 """Expected duration of torch.compile for a step of so many kernels, or operators on a CPU."""
-_SWITCHABLE = ("attention", "gradients", "optimizer", "read_back")
-"""Settings that a running program can usually take back."""
 
 
 class Deadline:
@@ -101,7 +100,7 @@ class Verification:
 
     def plan(self, without: Collection[str] = ()) -> Plan:
         results = [one.result for one in self._tried]
-        return Plan(self._space, results, lambda one: {*one.setting} <= {*_SWITCHABLE}, without)
+        return Plan(self._space, results, lambda one: switchable(one.setting), without)
 
     def _next(self) -> Trial | None:
         """Return the first planned trial that the time allows: if none of those with a compiler,

@@ -26,6 +26,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Time all steps, for a live view."""
     channel: int | None = None
     """File descriptor of the control socket, if interleaved with another run of the script."""
+    optimizers: int = 0
+    """Optimizers of a step; 0 if not known."""
     settings: dict[str, str] = {}
     """Settings to change at run time."""
     observe: Literal["steps", "always", "sites", "evidence"] = "steps"

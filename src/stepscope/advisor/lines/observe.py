@@ -36,6 +36,7 @@ from stepscope.advisor.lines.stack import (
     main_frame,
     source_of,
 )
+from stepscope.advisor.lines.unused import Results
 from stepscope.analysis.lines.facts import Labels, Lines, Loop, Padding, Site
 from stepscope.analysis.lines.observed import COPY, SAME, WAIT, Observed
 from stepscope.errors import one_line
@@ -124,6 +125,7 @@ class LineObserver(Observer):  # type: ignore[no-untyped-call]
         """The digests of the first step."""
         self._labels: dict[int, Labels] = {}
         self._padding: dict[int, Padding] = {}
+        self._results = Results()
 
     @property
     def too_many(self) -> bool:
@@ -135,6 +137,7 @@ class LineObserver(Observer):  # type: ignore[no-untyped-call]
         distinguished by a function mode, which compiled code does not allow."""
         self._complete, self.operators = complete, 0
         self._made.clear()
+        self._results.clear()
         self._creators.clear()
         if not complete:
             self._before.clear()
@@ -198,6 +201,7 @@ class LineObserver(Observer):  # type: ignore[no-untyped-call]
             counts["operators"] += 1
             counts["runs"] += stack.anew
             self._count_in_loops(operator, loops, flow, inputs, outputs)
+        self._results.note(operator, -1 if backward else site, inputs, outputs)
         flags = self._effects(operator, counts, arguments, inputs, outputs, (source, target))
         index = len(self._columns[0])
         if repeatable:
@@ -393,6 +397,7 @@ class LineObserver(Observer):  # type: ignore[no-untyped-call]
                     flags[index] |= SAME
                     same[sites[index]] += 1
                     same_bytes[sites[index]] += size
+        computed, unused = self._results.computed(), self._results.unused()
         places = Places(self._root)
         loops = {key: number for number, key in enumerate(self._loops)}
         made = [
@@ -413,6 +418,8 @@ class LineObserver(Observer):  # type: ignore[no-untyped-call]
                 allocated_bytes=counts["allocated"],
                 same=same[number],
                 same_bytes=same_bytes[number],
+                computed=computed[number],
+                unused=unused[number],
             )
             for number, (key, counts) in enumerate(zip(self._sites, self._counts, strict=True))
         ]

@@ -28,6 +28,8 @@ class Operator(NamedTuple):
     view: bool
     """Its result shares the memory of an argument, and nothing is computed."""
     mutates: bool
+    pointwise: bool
+    """An element of its result depends on the elements at its position alone."""
     random: bool
     reads_values: bool
     """The CPU needs values of its result, or its size depends on values."""
@@ -58,6 +60,7 @@ def operator_of(function: Any) -> Operator:
         base=name.rpartition("::")[2],
         view=_is_view(schema),
         mutates=bool(schema.is_mutable),
+        pointwise=torch.Tag.pointwise in tags or name == "aten::_to_copy",
         random=torch.Tag.nondeterministic_seeded in tags,
         reads_values=torch.Tag.data_dependent_output in tags or dynamic,
     )

@@ -69,7 +69,7 @@ def _watcher(order: Order, folder: Path) -> Observer:
     if order.observe != "steps":
         return OnceImported(order.observe, folder, order.timed)
     if order.channel is not None:
-        return InterleavedRun(order.channel, order.settings, order.warmup)
+        return InterleavedRun(order.channel, order.settings, order.warmup, order.optimizers)
     effort = Effort(
         warmup=order.warmup, timed=order.timed, traced=order.traced, memory=order.memory
     )

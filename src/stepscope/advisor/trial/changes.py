@@ -26,6 +26,7 @@ from stepscope.advisor.trial.calls import Calls
 from stepscope.advisor.trial.following import NO_BACKWARD
 from stepscope.advisor.trial.loop_step import LoopStep
 from stepscope.advisor.trial.optimizers import Optimizers
+from stepscope.advisor.trial.siblings import Siblings
 from stepscope.analysis.advice.changes import setting_of
 from stepscope.analysis.advice.pieces import ACCELERATE
 from stepscope.analysis.advice.program import Setting
@@ -54,6 +55,7 @@ class Changes:
         self._checkpoints = False
         self._acceleration: Acceleration | None = None
         self._loop: LoopStep | None = None
+        self._siblings: Siblings | None = None
         self._backwards = backwards
         self._known: set[torch.nn.Module] = set()
         self._calls: list[Calls] = []
@@ -93,6 +95,9 @@ class Changes:
         if self._acceleration is None:
             self._acceleration = Acceleration()
         self._acceleration.add(groups, dtype)
+
+    def batch_siblings(self) -> None:
+        self._siblings = Siblings(self.applied, self.is_on)
 
     def run_as_train_step(self) -> None:
         self._loop = LoopStep(self._paused)
@@ -137,6 +142,8 @@ class Changes:
                 self.applied["checkpoint"] += checkpoint_blocks(model)
             if self._acceleration is not None:
                 self._acceleration.apply(model, optimizers)
+            if self._siblings is not None:
+                self._siblings.find(model)
             if self._attention or self._dtype or self._mode or self._loop is not None:
                 kind = next((p.device.type for p in model.parameters()), "cpu")
                 self._calls.append(Calls(model, partial(self._run, kind)))
@@ -148,6 +155,8 @@ class Changes:
     def end_step(self, steps: int) -> None:
         self._leave_autocast()
         settled = []
+        if self._siblings is not None and steps >= COMPILED_AFTER:
+            self._siblings.settle()
         if steps >= COMPILED_AFTER:
             settled = [calls for calls in self._calls if calls.settle()]
             all_known = len(settled) == len(self._calls) or steps > COMPILED_AFTER

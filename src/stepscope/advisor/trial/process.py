@@ -37,12 +37,14 @@ _SET_DEATH_SIGNAL = 1
 class InterleavedRun(StepFollower):
     """One of the two runs of a script, controlled over a socket."""
 
-    def __init__(self, channel: int, settings: dict[str, str], warmup: int) -> None:
+    def __init__(
+        self, channel: int, settings: dict[str, str], warmup: int, optimizers: int = 0
+    ) -> None:
         super().__init__()
         self._channel = socket.socket(fileno=channel)
         self._lines = self._channel.makefile("rb")
         self._settings = settings
-        self._warmup = warmup
+        self._warmup, self._optimizers = warmup, optimizers
         self._known = 0
         self._steps = 0
         self._left = 0
@@ -126,6 +128,8 @@ class InterleavedRun(StepFollower):
             self._find_more_models()
 
     def end_step(self) -> None:
+        if len(self._finder.optimizers) < self._optimizers:
+            return
         self._steps += 1
         self._backwards.end_step()
         if self._steps == 1:

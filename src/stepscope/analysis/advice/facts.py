@@ -100,6 +100,16 @@ class PieceWork(msgspec.Struct, frozen=True, kw_only=True):
     shares: tuple[PieceShare, ...] = ()
 
 
+class Siblings(msgspec.Struct, frozen=True, kw_only=True):
+    """Modules that a loop calls one after the other, each with its own weights."""
+
+    where: str
+    """File and line of the loop."""
+    modules: int
+    operators: dict[str, float]
+    """Operators of a step in the forward and in the backward."""
+
+
 _LOADER_BOUND = 0.1
 """Share of the step in a DataLoader with workers from which on the loop waits for them."""
 
@@ -179,6 +189,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Matmuls run in FP8."""
     pieces: tuple[PieceWork, ...] | None = None
     """What `stepscope.accelerate` would replace; None if it is not recorded."""
+    siblings: tuple[Siblings, ...] = ()
     loss_ms: float = 0.0
     """Time from the logits to the loss, forward and backward."""
     logit_bytes: int = 0

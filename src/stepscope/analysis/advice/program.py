@@ -7,7 +7,7 @@ patches itself, and counts where it took effect.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -47,6 +47,10 @@ class Program(Protocol):
 
     def accelerate(self, groups: Sequence[str], dtype: str | None = None) -> None:
         """Apply these pieces of `stepscope.accelerate` to every model."""
+        ...
+
+    def batch_siblings(self) -> None:
+        """Run modules of a list as one batch, if a loop calls them with the same input."""
         ...
 
     def run_as_train_step(self) -> None:
@@ -90,6 +94,15 @@ def setting(
         return make
 
     return register
+
+
+def switchable(settings: Iterable[str]) -> bool:
+    """Return True if a running program can usually take all of these settings back. Optimizers can
+    tell themselves."""
+    return all(
+        name == "optimizer" or any(one.switchable for one in SETTINGS.get(name, ()))
+        for name in settings
+    )
 
 
 def setting_of(name: str, value: str) -> Setting:

@@ -88,6 +88,10 @@ class Site(Data, frozen=True):
     """Operators whose result is a constant: it depends on no parameter and no input, and its
     values were the same in two steps."""
     same_bytes: int = 0
+    computed: int = 0
+    """Elements of the results of its matmuls."""
+    unused: int = 0
+    """Those in rows that nothing in the forward pass reads."""
     host_ms: float = 0.0
     """CPU time of its operators, with the Python code before them; scaled to the timed step."""
     device_ms: float = 0.0

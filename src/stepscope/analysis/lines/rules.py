@@ -22,7 +22,7 @@ _CHAIN_FROM = 0.5
 """Share of a loop's operators that depend on an earlier iteration, from which it is a chain."""
 _SCAN_FROM = 8
 """Iterations of a chain from which it is a loop over positions."""
-_IGNORED_FROM, _PADDING_FROM = 0.25, 0.2
+_IGNORED_FROM, _UNUSED_FROM, _PADDING_FROM = 0.25, 0.25, 0.2
 _LOADING_FROM, _LOADER_LINE_FROM = 0.05, 0.1
 _OVERLAP = 0.5
 """Share of a loop's cost in an inner named loop, from which the inner one alone is named."""
@@ -174,6 +174,18 @@ def _words(loop: Loop, place: Place) -> _Words | None:
     return _MODULES if loop.parameters >= each and not shared else _OTHER
 
 
+def module_loops(lines: Lines) -> Iterator[tuple[Loop, int]]:
+    """Yield the loops in which no iteration needs the one before and each has its own parameters,
+    with their operators in the backward."""
+    for index, loop in enumerate(lines.loops):
+        shared = loop.parameter_reads >= 2 * loop.parameters * max(1, loop.entries)
+        chained = loop.carried >= _CHAIN_FROM * loop.operators
+        several = loop.iterations >= 2 * loop.entries and loop.parameters >= loop.iterations
+        if several and not (loop.trains or shared or chained):
+            sites = (site for site in lines.sites if index in site.loops)
+            yield loop, sum(site.backward for site in sites)
+
+
 _Named = Iterator[tuple[float, CostlyLine, Sequence[Site]]]
 """The share of the step from which a line is named, the line, and where its cost comes from."""
 
@@ -235,6 +247,19 @@ def _ignored_labels(lines: Lines) -> _Named:
         yield _LINE_FROM, named, sites
 
 
+def _unused_rows(lines: Lines) -> _Named:
+    """Matmuls of positions that are not used, such as logits that no loss is computed for."""
+    advice = "select the positions that are used before this line, as in self.head(x[:, -1])"
+    for place, sites in _by_place(lines, lambda site: site.unused > 0):
+        share = sum(site.unused for site in sites) / sum(site.computed for site in sites)
+        if share < _UNUSED_FROM:
+            continue
+        title = f"{_percent(share)} of the rows that it computes are not used"
+        cost, times = share * sum(site.cost_ms for site in sites), max(s.runs for s in sites)
+        named = _costly(lines, "unused_rows", place, times, cost, title, advice, sites)
+        yield _LINE_FROM, named, sites
+
+
 def _padding(lines: Lines) -> _Named:
     """Batches with much padding."""
     most = max(lines.padding, key=lambda one: one.padding, default=None)
@@ -274,7 +299,7 @@ def _loading(lines: Lines) -> _Named:
         yield 0.0, _costly(lines, "slow_loading", place, 0, cost, title, advice, []), []
 
 
-_LINE_RULES = (_waiting, _constants, _copies, _ignored_labels, _padding, _loading)
+_LINE_RULES = (_waiting, _constants, _copies, _ignored_labels, _unused_rows, _padding, _loading)
 
 
 def _percent(share: float) -> str:

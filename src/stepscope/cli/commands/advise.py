@@ -17,6 +17,7 @@ from stepscope.advisor.advise.cases import Script
 from stepscope.advisor.advise.given import with_advice
 from stepscope.advisor.advise.step import RecordedStep
 from stepscope.advisor.advise.verification import Verification, template
+from stepscope.advisor.inspect.order import Order
 from stepscope.analysis.advice.search import ORDER
 from stepscope.analysis.plausibility import plausible
 from stepscope.cli.advice_page import conclude
@@ -80,6 +81,9 @@ class AdviseOptions(AnswerOptions, frozen=True, kw_only=True):
     is not started, and a running one is ended; --resume tries them again."""
     resume: bool = False
     """Continue the newest run of the same request: finished trials are not repeated."""
+    new_recording: bool = False
+    """Record the steps of the script even if they were recorded in the last half hour, by `inspect`
+    or `advise`, and no file has changed since."""
     loss_steps: int = 20
     """Least number of steps over which the losses with and without a change are compared."""
     warmup: int = 5
@@ -224,7 +228,7 @@ def _find_run(
 def _advise_script(
     options: AdviseOptions, target: str, rest: list[str], words: Sequence[str]
 ) -> int:
-    from stepscope.advisor.inspect.order import Order
+    from stepscope.advisor.advise.script_trial import order_of
     from stepscope.advisor.inspect.recording import record_script
     from stepscope.studies.program.cases import STUDY_NAME
 
@@ -243,22 +247,13 @@ def _advise_script(
         run, new = _find_run(options, store, [request], words)
         recorded = [] if new else [one for one in store.records(run.id) if one.study == STUDY_NAME]
         step: RecordedStep | None = None
-        if recorded:
-            base = recorded[0]
-        else:
+        order = order_of(script, timed=10, traced=3, memory=True, stop=True)
+        reused = None if recorded else _recent(store, order, options)
+        if reused is None and not recorded:
             log(f"recording a few steps of {target}")
-            base = record_script(
-                Order(
-                    target=target,
-                    module=options.module,
-                    words=tuple(rest),
-                    warmup=options.warmup,
-                    timed=10,
-                    traced=3,
-                    memory=True,
-                    stop=True,
-                )
-            )
+        base = recorded[0] if recorded else reused or record_script(order)
+        if (setting := ProgramRecord(base).setting) is not None:
+            script = msgspec.structs.replace(script, optimizers=len(setting.optimizers))
         with (
             Runner(base.environment.device_kind, options.timeout) as runner,
             _saved_on_interrupt(store, run),
@@ -281,6 +276,26 @@ def _advise_script(
     page = _page(options, f"{target}-module" if options.module else Path(target).stem)
     code = conclude(page, options, step, records, run.id, applies=options.apply)
     return code or _apply(options, records)
+
+
+def _recent(store: Store, order: Order, options: AdviseOptions) -> Record | None:
+    """Return a recent recording of the script, made on this machine with the same software."""
+    from stepscope.advisor.advise.recent import recent_recording, same_machine
+
+    record = None if options.new_recording else recent_recording(store, order)
+    if record is None:
+        return None
+    try:
+        with Runner(record.environment.device_kind, options.timeout) as runner:
+            if not same_machine(runner.environment, record.environment):
+                return None
+    except UsageError:
+        return None
+    log(
+        f"{order.name}: using the steps recorded at {record.started[11:16]} UTC; no file of its"
+        " folder has changed since (--new-recording records them again)"
+    )
+    return record
 
 
 def _apply(options: AdviseOptions, records: Sequence[Record]) -> int:
