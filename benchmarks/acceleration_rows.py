@@ -131,12 +131,6 @@ def x_transformers(tiny: bool) -> nn.Module:
     )
 
 
-def packed_decoder(tiny: bool) -> nn.Module:
-    from own_decoder import PackedDecoder
-
-    return PackedDecoder(64, 32, 2, 4) if tiny else PackedDecoder(10_000, 2560, 32, 32)
-
-
 def timm_vit(tiny: bool) -> nn.Module:
     import timm
 
@@ -232,7 +226,6 @@ ROWS = {
         Row("modernbert", "masked", modernbert, Shape(16, 512, 50_368)),
         Row("whisper_small", "speech", whisper, Shape(8, 256, 51_865)),
         Row("x_transformers", "logits", x_transformers, Shape(8, 1024, 50_257)),
-        Row("packed_2.7b", "pairs", packed_decoder, Shape(4, 2048, 10_000)),
         Row("own_decoder", "pairs", own_decoder, Shape(8, 2048, 65_536)),
         Row("linear_2.7b", "pairs", linear_decoder, Shape(4, 2048, 10_000)),
         Row("cs336_medium", "pairs", cs336, Shape(8, 512, 10_000)),

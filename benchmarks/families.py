@@ -71,11 +71,11 @@ def _trained(original: Any, tiny: Any, compiler: str) -> Line:
     from tiny_models import loss_of
     from torch._dynamo.utils import counters
 
-    from stepscope.acceleration.backend import graph_reports
+    from stepscope.acceleration.backend import backend, graph_reports
 
     changed = copy.deepcopy(original)
     options = {"compiler": compiler}
-    run = torch.compile(loss_of, backend="stepscope", options=options)
+    run = torch.compile(loss_of, backend=backend, options=options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (original, changed)]
     differences: list[str] = []
     worst = 0.0
@@ -136,10 +136,12 @@ def _evaluated(original: Any, changed: Any, tiny: Any, options: dict[str, str]) 
     """Compare outputs in eval mode, and generated tokens."""
     import torch
 
+    from stepscope.acceleration.backend import backend
+
     original.eval()
     changed.eval()
     batch = tiny.batch(original, 2)
-    run = torch.compile(_outputs, backend="stepscope", options=options)
+    run = torch.compile(_outputs, backend=backend, options=options)
     differences = []
     with torch.no_grad():
         expected, actual = _outputs(original, batch), run(changed, batch)
@@ -154,7 +156,7 @@ def _evaluated(original: Any, changed: Any, tiny: Any, options: dict[str, str]) 
             except Exception:
                 # It cannot generate with these sizes, compiled or not.
                 return differences
-            changed.forward = torch.compile(changed.forward, backend="stepscope", options=options)
+            changed.forward = torch.compile(changed.forward, backend=backend, options=options)
             if not torch.equal(tokens, changed.generate(**prompt, **wanted)):
                 differences.append("generated tokens")
     return differences

@@ -1,10 +1,6 @@
-"""Two decoders of classes of their own.
-
-`Decoder` has the operators of small public training programs: a linear class that casts its weight,
-norms without weights, normed q and k, rotary positions, squared relu, learned scales of the
-residual stream, soft-capped logits. `PackedDecoder` is of `nn.Linear`, one for q, k and v and one
-for gate and up.
-"""
+"""A decoder of classes of its own, with the operators of small public training programs: a linear
+class that casts its weight, norms without weights, normed q and k, rotary positions, squared relu,
+learned scales of the residual stream, soft-capped logits."""
 
 from __future__ import annotations
 
@@ -70,44 +66,4 @@ class Decoder(nn.Module):
         for number, block in enumerate(self.blocks):
             x = block(self.scales[number, 0] * x + self.scales[number, 1] * first, cos, sin)
         logits = CAP * torch.tanh(self.head(norm(x)).float() / CAP)
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class PackedBlock(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_attention, self.norm_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.gate_up = nn.Linear(width, 8 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        q, k, v = (
-            y.view(batch, length, self.heads, -1).transpose(1, 2)
-            for y in self.qkv(self.norm_attention(x)).chunk(3, -1)
-        )
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.norm_mlp(x)).chunk(2, -1)
-        return x + self.down(functional.silu(gate) * up)
-
-
-class PackedDecoder(nn.Module):
-    """Returns its loss for (ids, targets)."""
-
-    def __init__(self, vocab: int, width: int, layers: int, heads: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(PackedBlock(width, heads) for _ in range(layers))
-        self.norm = nn.RMSNorm(width)
-        self.head = nn.Linear(width, vocab, bias=False)
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
