@@ -7,9 +7,10 @@
 
 Blocks of at least `--seconds` of consecutive steps in ABBA order (`benchmarks/acceleration.py`).
 `bf16` and `fp8-…` are Stepscope's step: its own model with fused projections and the optimizer in
-the backward pass, others by `stepscope.accelerate`, both in a `TrainStep`; `graph-…` is `accelerate`
-through the compiler's graph. `torchao-…` converts the linear layers of the blocks (not the head) and
-compiles the blocks; `compiled` does the latter only. With `-cudnn` torch prefers cuDNN's attention.
+the backward pass, others by `stepscope.accelerate`, both in a `TrainStep`; `graph-…` is
+`accelerate` through the compiler's graph. `torchao-…` converts the linear layers of the blocks (not
+the head) and compiles the blocks; `compiled` does the latter only. With `-cudnn` torch prefers
+cuDNN's attention.
 8b has bfloat16 weights and recomputes gates, as its bf16
 record; torchao is not tried there.
 """

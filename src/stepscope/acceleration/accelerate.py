@@ -205,9 +205,10 @@ def _require_known(model: nn.Module, patterns: tuple[str | type[nn.Module], ...]
     for pattern in patterns:
         known = isinstance(pattern, type) or pattern in (*_PIECES, *PASSES)
         if not known and not any(fnmatchcase(name, pattern) for name in names):
+            parts = ", ".join(dict.fromkeys((*_PIECES, *PASSES)))
             raise UsageError(
                 f"exclude has {pattern!r}, but the model has no such module",
-                f"a name of named_modules(), a pattern, or one of: {', '.join(dict.fromkeys((*_PIECES, *PASSES)))}",
+                f"a name of named_modules(), a pattern, or one of: {parts}",
             )
 
 

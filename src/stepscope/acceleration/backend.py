@@ -17,8 +17,8 @@ from stepscope.acceleration.comparison import Comparison
 from stepscope.acceleration.numbers import numbers_as_tensors
 from stepscope.acceleration.passes import attention, head_loss, linears
 from stepscope.acceleration.passes.in_place import write_out_of_place
-from stepscope.acceleration.passes.matching import Applied, Left, Outcome
 from stepscope.acceleration.passes.linears import Weights, copied_inputs
+from stepscope.acceleration.passes.matching import Applied, Left, Outcome
 from stepscope.acceleration.regions import (
     ONE_REGION,
     Regions,

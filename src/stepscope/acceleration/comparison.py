@@ -187,8 +187,12 @@ class _InFloat32(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in (ENTERS_AUTOCAST, EXITS_AUTOCAST):
             return None
-        args, kwargs = tree_map(_widened, (args, kwargs))
-        return super().call_function(target, args, kwargs)
+        return super().call_function(target, *tree_map(_widened, (args, kwargs)))
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in ("bfloat16", "half"):
+            target = "float"
+        return super().call_method(target, *tree_map(_widened, (args, kwargs)))
 
 
 def _widened(value: Any) -> Any:

@@ -294,7 +294,13 @@ class CompiledFunction:
 
         try:
             why = difference(
-                self._owner.model, original, replaced, args, kwargs, self._tolerance(), gradients=False
+                self._owner.model,
+                original,
+                replaced,
+                args,
+                kwargs,
+                self._tolerance(),
+                gradients=False,
             )
         except torch.OutOfMemoryError:
             return "there is not enough memory to compare it with the original"

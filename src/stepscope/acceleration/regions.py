@@ -21,6 +21,7 @@ from stepscope.acceleration.comparison import (
     Comparison,
     CompiledPart,
     Part,
+    as_tuple,
     constants_of,
     with_gradient,
 )
@@ -34,6 +35,7 @@ from stepscope.acceleration.torch_internals import (
     as_region_input,
     attribute_of,
     fake_mode,
+    is_dense,
     known_symbols,
     module_path,
     own_tracing_context,
@@ -73,6 +75,9 @@ def region_numbers(module: GraphModule) -> dict[Node, int]:
     numbers: dict[Node, int] = {}
     current, block, ends = 0, None, False
     for node, within in _with_context(nodes):
+        if node.target is operator.getitem:  # A region returns no lists.
+            numbers[node] = numbers.get(node.all_input_nodes[0], current)
+            continue
         here = blocks.get(node)
         starts = (here is not None and here != block) or (bool(block) and node in after)
         if not within and (starts or ends):
@@ -118,6 +123,13 @@ def hoist_views(module: GraphModule) -> None:
                 anchor.prepend(node)
             else:
                 anchor = anchor.next
+
+
+def gather_parts(module: GraphModule) -> None:
+    """Move the parts of a list, such as those of `split`, to the operator that returns it."""
+    for node in list(module.graph.nodes):
+        if node.target is operator.getitem:
+            node.args[0].append(node)
 
 
 def _after_blocks(nodes: Sequence[Node], blocks: dict[Node, str]) -> set[Node]:
@@ -167,6 +179,7 @@ def compile_regions(
     """Compile each kind of region once, and return the graph that calls them, with the regions of
     the original graph to compare them with. `copied` makes the last inputs of the graph."""
     copied = copied or {}
+    gather_parts(module)
     numbers = region_numbers(module)
     if not by_block or any(_writes_to_another(node, numbers) for node in numbers):
         numbers = dict.fromkeys(numbers, 0)
@@ -298,7 +311,7 @@ class _Compiler(Interpreter):
             single = _with_tuple_output(region)
             with own_tracing_context():
                 run = self._compile(region, [as_region_input(x) for x in args])
-            compiled = (lambda *given: run(*given)[0]) if single else run
+            compiled = _with_layout(run, as_tuple(outputs), single)
             self.by_structure[key] = compiled
         kind = list(self.by_structure).index(key)
         self.compiled[str(target)] = CompiledPart(part, compiled, with_gradient(part, args), kind)
@@ -321,6 +334,20 @@ def _with_tuple_output(region: GraphModule) -> bool:
     output.args = ((output.args[0],),)
     region.recompile()
     return True
+
+
+def _with_layout(run: Compiled, expected: Sequence[Any], single: bool) -> Compiled:
+    """Return the compiled region with outputs as contiguous as they are in the trace, which other
+    regions rely on: Inductor pads the rows of a matmul. `single`: return the first output alone."""
+    dense = [at for at, x in enumerate(expected) if isinstance(x, Tensor) and is_dense(x)]
+
+    def call(*given: Any) -> Any:
+        outputs = list(run(*given))
+        for at in dense:
+            outputs[at] = outputs[at].contiguous()
+        return outputs[0] if single else outputs
+
+    return call
 
 
 def _structure(region: GraphModule, inputs: Sequence[Any]) -> tuple[object, ...]:

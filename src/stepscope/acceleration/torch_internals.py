@@ -20,6 +20,7 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator
+from torch._prims_common import is_contiguous_or_false
 from torch.amp import autocast_mode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
@@ -281,6 +282,11 @@ def as_region_input(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_(value.requires_grad)
+
+
+def is_dense(x: Tensor) -> bool:
+    """Return whether a fake tensor is contiguous whatever its symbolic sizes are."""
+    return bool(is_contiguous_or_false(x))
 
 
 def written_arguments(node: Node) -> list[Node]:

@@ -51,7 +51,7 @@ def _document_numbers(rules: ScoreRules, lengths: Lengths) -> tuple[Tensor, Tens
         return torch.zeros_like(rows), torch.zeros_like(keys)
     pair = rules.cu_seqlens if isinstance(rules.cu_seqlens, tuple) else (rules.cu_seqlens,) * 2
     of_q, of_k = (
-        torch.searchsorted(bounds.to(x.dtype).contiguous(), x, right=True)
+        _position_in(bounds.to(x.dtype).contiguous(), x, right=True)
         for bounds, x in zip(pair, (rows, keys), strict=True)
     )
     return of_q, of_k
@@ -112,12 +112,12 @@ def query_intervals(rules: ScoreRules, lengths: Lengths) -> Tensor:
 def _key_intervals(rules: ScoreRules, lengths: Lengths) -> Tensor:
     of_q, of_k = _document_numbers(rules, lengths)
     of_q, of_k = of_q.contiguous(), of_k.contiguous()
-    start, stop = (torch.searchsorted(of_k, of_q, right=right) for right in (False, True))
-    first_row = torch.searchsorted(of_q, of_q)
+    start, stop = (_position_in(of_k, of_q, right=right) for right in (False, True))
+    first_row = _position_in(of_q, of_q)
     rows = torch.arange(lengths.seq_q, device=lengths.device)
     position = start + rows - first_row
     if lengths.causal_align == BOTTOM_RIGHT:
-        count = torch.searchsorted(of_q, of_q, right=True) - first_row
+        count = _position_in(of_q, of_q, right=True) - first_row
         position = position + (stop - start) - count
     low, high = start, stop
     if lengths.is_causal:
@@ -143,10 +143,27 @@ def intervals_of_queries(intervals: Tensor, seq_k: int) -> Tensor:
     keys = torch.arange(seq_k, device=intervals.device, dtype=torch.int32)
     keys = keys.expand(intervals.shape[0], -1).contiguous()
     # The first query whose interval ends after the key, and the first whose interval starts after.
-    low, high = (
-        torch.searchsorted(intervals[:, end].contiguous(), keys, right=True) for end in (1, 0)
-    )
+    low, high = (_position_in(intervals[:, end].contiguous(), keys, right=True) for end in (1, 0))
     return torch.stack((low, high), 1).to(torch.int32)
+
+
+def _position_in(ascending: Tensor, values: Tensor, *, right: bool = False) -> Tensor:
+    """Return `searchsorted`, as an operator of ours in a compiled graph: on a GPU, Inductor of
+    torch 2.11 returns other positions in a fused kernel."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        found: Tensor = _searchsorted(ascending, values, right)
+        return found
+    return torch.searchsorted(ascending, values, right=right)
+
+
+@torch.library.custom_op("stepscope::searchsorted", mutates_args=())
+def _searchsorted(ascending: Tensor, values: Tensor, right: bool) -> Tensor:
+    return torch.searchsorted(ascending, values, right=right)
+
+
+@_searchsorted.register_fake
+def _(ascending: Tensor, values: Tensor, right: bool) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(values, dtype=torch.int64, memory_format=torch.contiguous_format)
 
 
 _Made = TypeVar("_Made")

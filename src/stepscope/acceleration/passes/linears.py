@@ -4,8 +4,9 @@ from copies, and layers that gain run in FP8.
     q, k, v = linear(x, wq), linear(x, wk), linear(x, wv)   ->   split(linear(x, copy of all))
 
 Under autocast each weight is cast anyway, so that concatenating the casts is free. Where an
-optimizer writes copies in the matmul dtype, they are inputs of the graph (`copied`): nothing is cast
-in the graph, and no cast is saved for backward. Weights that have the matmul dtype stay as they are.
+optimizer writes copies in the matmul dtype, they are inputs of the graph (`copied`): nothing is
+cast in the graph, and no cast is saved for backward. Weights that have the matmul dtype stay as
+they are.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from stepscope.acceleration.torch_internals import (
     shared_arguments,
 )
 from stepscope.kernels.fp8.layers import Fp8Layers
-from stepscope.kernels.fp8.reference import DTYPES
 from stepscope.kernels.fp8.recipe import E4M3
+from stepscope.kernels.fp8.reference import DTYPES
 from stepscope.kernels.fp8.traced import settings_of, traced_linear, unsupported
 from stepscope.kernels.weight_copies import WeightCopies
 
@@ -151,9 +152,7 @@ def _not_in_fp8(
     return reason or fp8.decide(weights, tokens, first.transposed)
 
 
-def _groups(
-    graph: Graph, merge: bool, regions: Mapping[Node, int]
-) -> list[list[_Linear]]:
+def _groups(graph: Graph, merge: bool, regions: Mapping[Node, int]) -> list[list[_Linear]]:
     """Return the linear layers whose weights are cast, those that become one GEMM together."""
     written = written_memory(graph)
     groups: dict[Any, list[_Linear]] = {}

@@ -1,7 +1,7 @@
 """A linear layer with FP8 GEMMs as operators that a compiler traces.
 
-The GEMMs and casts are operators of their own, so the compiler's partitioner decides what of them is
-saved for backward. Largest magnitudes are taken row by row, which Inductor computes in the kernel
+The GEMMs and casts are operators of their own, so the compiler's partitioner decides what of them
+is saved for backward. Largest magnitudes are taken row by row, which Inductor computes in the kernel
 that writes the tensor.
 """
 
@@ -81,9 +81,7 @@ class _Linear(torch.autograd.Function):
         settings: Settings,
     ) -> Tensor:
         rows, _, scales = _cast(x, largest_of_rows(x), E4M3, True, False)
-        out = _matmul(
-            rows, scales[_INVERSE], values, inverse, bias, x.dtype, settings.fast_forward
-        )
+        out = _matmul(rows, scales[_INVERSE], values, inverse, bias, x.dtype, settings.fast_forward)
         in_dtype = settings.casts_again or settings.weight_gradient == BF16
         ctx.save_for_backward(values, inverse, x if in_dtype else rows, scales)
         ctx.settings, ctx.dtype, ctx.slot = settings, x.dtype, slot.dtype
