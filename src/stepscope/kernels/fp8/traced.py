@@ -1,8 +1,8 @@
 """A linear layer with FP8 GEMMs as operators that a compiler traces.
 
-The GEMMs and casts are operators of their own, so the compiler's partitioner decides what of them
-is saved for backward. Largest magnitudes are taken row by row, which Inductor computes in the kernel
-that writes the tensor.
+The GEMMs and casts are operators of their own: the compiler's partitioner decides what of them
+is saved for backward. Largest magnitudes are taken row by row, which Inductor computes in the
+kernel that writes the tensor.
 """
 
 from __future__ import annotations
