@@ -26,9 +26,9 @@ from stepscope.measure.allocator import CudaAllocator, history
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.ledger import StorageLedger
 from stepscope.records.stats import Summary, summarize
-from stepscope.studies.training.peaks import interleaved_steps, one_step
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Workload
+from stepscope.training.peaks import interleaved_steps, one_step
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import Workload
 
 ON_CUDA = (
     ("small", 128, "bfloat16"),

@@ -44,12 +44,16 @@ LEAVES = {
     "stepscope.parallel.buckets",
 }
 TOOLS = {"torch_tools"}
+BLOCKS = {f"stepscope.report.{name}" for name in ("blocks", "format", "tables")}
 # A package stands for all of its modules; a module stands for itself.
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "cli": {
         "advisor",
         "grading",
+        "runner",
         "studies",
+        "training",
+        "views",
         "planning",
         "report",
         "records",
@@ -57,15 +61,35 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         "stepscope.attention.registry",
     }
     | LEAVES,
-    "integrations": {"advisor", "acceleration", "studies", "measure", "analysis", "records"}
+    "integrations": {"advisor", "acceleration", "studies", "views", "measure", "analysis"}
+    | {"records"}
     | {"report", "stepscope.cli.messages"},
-    "advisor": {"studies", "acceleration", "measure", "analysis", "records", "report"} | TOOLS,
-    "grading": {"studies", "attention", "kernels", "parallel", "measure", "records"}
-    | {"stepscope.report.blocks", "stepscope.report.format", "stepscope.report.tables"}
+    "advisor": {"runner", "studies", "training", "views", "acceleration", "measure", "analysis"}
+    | {"records", "report"}
     | TOOLS,
-    "studies": {"acceleration", "model", "attention", "kernels", "optim", "parallel", "measure"}
-    | {"analysis", "planning", "records", "published"}
-    | {"stepscope.report.blocks", "stepscope.report.format", "stepscope.report.tables"}
+    "grading": {
+        "studies",
+        "training",
+        "views",
+        "attention",
+        "kernels",
+        "parallel",
+        "measure",
+        "records",
+    }
+    | BLOCKS
+    | TOOLS,
+    "runner": {"studies", "training", "measure", "analysis", "records"},
+    "studies": {"training", "views", "acceleration", "model", "attention", "kernels", "optim"}
+    | {"parallel", "measure", "analysis", "planning", "records", "published"}
+    | BLOCKS
+    | TOOLS,
+    "views": {"training", "planning", "measure", "analysis", "records", "published"}
+    | {"stepscope.model.config", "stepscope.model.sizes"}
+    | BLOCKS,
+    "training": {"acceleration", "model", "attention", "kernels", "optim", "parallel", "measure"}
+    | {"analysis", "records"}
+    | BLOCKS
     | TOOLS,
     "planning": {"acceleration", "measure", "analysis", "records", "stepscope.report.format"}
     | TOOLS,
@@ -293,7 +317,8 @@ print(len(modules), len(viewables()))
 
 
 def test_planning_storing_and_viewing_load_without_torch() -> None:
-    packages = ("cli", "grading.check", "studies", "records", "analysis", "report", "published")
+    packages = ("cli", "grading.check", "runner", "studies", "training", "views", "records")
+    packages += ("analysis", "report", "published")
     done = without_torch(IMPORT_ALL, *packages)
     assert done.returncode == 0, done.stderr
     modules, studies = map(int, done.stdout.split())

@@ -29,7 +29,7 @@ from stepscope.studies.fp8.layers import (
     use_fp8,
 )
 from stepscope.studies.registry import find_study
-from stepscope.studies.training.text import VOCAB, TextBatches, library_text
+from stepscope.training.text import VOCAB, TextBatches, library_text
 from view_blocks import figures_of, findings_of, tables_of
 
 SMALL = {"size": ("tiny",), "context": 16, "batch": 1}

@@ -18,7 +18,7 @@ from stepscope.records.jsonl import read_records
 from stepscope.report.blocks import Table
 from stepscope.studies.own import STUDY
 from stepscope.studies.own.cases import OwnFlags
-from stepscope.studies.program.cases import InspectedCase
+from stepscope.views.program.cases import InspectedCase
 from view_blocks import findings_of, table_of
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -13,8 +13,8 @@ from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.analysis.verdict import Limit
 from stepscope.records.schema import Ceiling, Quantity, Reading, Record
 from stepscope.report.blocks import Timeline
-from stepscope.studies.program.rows import ProgramRecord
-from stepscope.studies.program.waterfall import (
+from stepscope.views.program.rows import ProgramRecord
+from stepscope.views.program.waterfall import (
     program_waterfall,
     step_limit,
     waterfall_blocks,

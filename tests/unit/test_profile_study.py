@@ -21,8 +21,8 @@ from stepscope.report.blocks import Finding
 from stepscope.studies.presets import preset_cases
 from stepscope.studies.profile.rows import Group, attention_core, count_story, groups, top_kernel
 from stepscope.studies.registry import find_study
-from stepscope.studies.trace.measure import trace_step
-from stepscope.studies.training.subject import Subject
+from stepscope.training.subject import Subject
+from stepscope.training.traced import trace_step
 from study_records import profile_record
 from trace_files import ADD, SGEMM, ChromeTrace, operator_step, training_step
 from view_blocks import findings_of, rows_of, table_of, tables_of

@@ -18,10 +18,10 @@ from stepscope.measure.capture import capture
 from stepscope.measure.device import CpuDevice
 from stepscope.model import ModelConfig, TransformerLM
 from stepscope.optim import AdamW
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Workload
 from stepscope.torch_tools import ranges
 from stepscope.torch_tools.ranges import name_groups, named
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import Workload
 
 CORE = ("scores", "mask", "softmax", "values")
 CONFIG = ModelConfig(vocab=50, context=16, d_model=32, n_layers=2, n_heads=2, d_ff=64)

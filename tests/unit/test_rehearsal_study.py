@@ -14,10 +14,10 @@ from stepscope.analysis.rehearsal.recording import NOTE, Recording, recording_of
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import Record, Series
 from stepscope.report.blocks import Finding, Table, Timeline
-from stepscope.studies.ranks import one_process
 from stepscope.studies.registry import find_study
 from stepscope.studies.rehearsal import checks, subject
 from stepscope.studies.rehearsal.cases import Sampled
+from stepscope.training.ranks import one_process
 from view_blocks import figures_of, findings_of, table_of
 
 

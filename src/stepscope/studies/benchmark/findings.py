@@ -31,9 +31,9 @@ from stepscope.studies.benchmark.rows import (
     is_steady,
     pairs_of,
 )
-from stepscope.studies.views.builders import failure_findings, finding, grouped
-from stepscope.studies.views.energy import energy_finding
-from stepscope.studies.views.verdict import limit_share, step_limit
+from stepscope.views.builders import failure_findings, finding, grouped
+from stepscope.views.energy import energy_finding
+from stepscope.views.verdict import limit_share, step_limit
 
 _PASSES = ("forward", "backward", "optimizer")
 _AS_EXPECTED = 0.3

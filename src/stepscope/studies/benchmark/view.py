@@ -26,8 +26,7 @@ from stepscope.studies.benchmark.rows import (
     pairs_of,
     rows_of,
 )
-from stepscope.studies.identity import step_columns
-from stepscope.studies.views.builders import (
+from stepscope.views.builders import (
     HOST_BOUND,
     HOST_SHARE,
     MFU,
@@ -38,8 +37,9 @@ from stepscope.studies.views.builders import (
     sampled_curve,
     suffix,
 )
-from stepscope.studies.views.published import Mine, published_tables, step_conditions
-from stepscope.studies.views.verdict import limit_share
+from stepscope.views.identity import step_columns
+from stepscope.views.published import Mine, published_tables, step_conditions
+from stepscope.views.verdict import limit_share
 
 _HEADLINE_ROWS = 12
 """Rows above which the headline shows a single context."""

@@ -17,8 +17,8 @@ from stepscope.report.format import count, duration, number
 from stepscope.report.tables import Declared, col, failed_table, table
 from stepscope.studies.base import Result
 from stepscope.studies.compile.cases import AttentionCase, CompileCase, TraceCase
-from stepscope.studies.training.flags import GRAPHS_OF_TORCH
-from stepscope.studies.views.builders import (
+from stepscope.training.flags import GRAPHS_OF_TORCH
+from stepscope.views.builders import (
     HOST_BOUND,
     bracketed,
     curve,

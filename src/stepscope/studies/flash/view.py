@@ -34,7 +34,7 @@ from stepscope.studies.flash.kernels import (
 )
 from stepscope.studies.flash.races import race_findings, race_table, speed_table
 from stepscope.studies.flash.rows import GRADIENTS, GridRow, grid_rows, races
-from stepscope.studies.views.builders import grouped
+from stepscope.views.builders import grouped
 
 _LEGEND = (
     "Forward and backward: ms · {unit} · share of the matmul rate measured here in that dtype."

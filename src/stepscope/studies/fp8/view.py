@@ -23,7 +23,7 @@ from stepscope.studies.fp8.rows import (
     Subject,
     subjects,
 )
-from stepscope.studies.views.builders import Source, curve, finding, suffix
+from stepscope.views.builders import Source, curve, finding, suffix
 
 _DRAWN = 12
 """Layers in a figure."""

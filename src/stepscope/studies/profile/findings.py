@@ -22,8 +22,8 @@ from stepscope.studies.profile.rows import (
     other_kernels,
     top_kernel,
 )
-from stepscope.studies.trace.findings import HOST_LIMITS_FROM
-from stepscope.studies.views.builders import ids
+from stepscope.views.builders import ids
+from stepscope.views.trace.findings import HOST_LIMITS_FROM
 
 _MATTERS = 0.03
 _BYTES_SET_THE_TIME = 0.4

@@ -22,7 +22,7 @@ from stepscope.studies.rehearsal.cases import (
     RehearsalCase,
     RehearsalFlags,
 )
-from stepscope.studies.training.workload import case_of, workloads
+from stepscope.training.workload import case_of, workloads
 
 
 class Rehearsal(Study[RehearsalFlags, RehearsalCase]):

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from stepscope.analysis.rehearsal.cluster import LINKS, make_cluster, max_ranks
 from stepscope.errors import UsageError
-from stepscope.studies.flag_checks import check_at_least, check_each, check_known
-from stepscope.studies.training.flags import WorkloadFlags
-from stepscope.studies.training.workload import Workload
+from stepscope.training.flag_checks import check_at_least, check_each, check_known
+from stepscope.training.flags import WorkloadFlags
+from stepscope.training.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.parallel.reducer import Strategy

@@ -22,12 +22,12 @@ from stepscope.records.schema import Clock, Series
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.ddp import measure as ddp
 from stepscope.studies.ddp.cases import ALONE, TORCH
-from stepscope.studies.ranks.cases import patience
-from stepscope.studies.ranks.one_process import subject_of
-from stepscope.studies.ranks.steps import trained_step, turn
 from stepscope.studies.rehearsal.cases import CheckCase, RehearsalCase, Sampled, strategies
-from stepscope.studies.training.factory import make_step
-from stepscope.studies.training.workload import Workload
+from stepscope.training.factory import make_step
+from stepscope.training.ranks.cases import patience
+from stepscope.training.ranks.one_process import subject_of
+from stepscope.training.ranks.steps import trained_step, turn
+from stepscope.training.workload import Workload
 
 if TYPE_CHECKING:
     from torch import Tensor

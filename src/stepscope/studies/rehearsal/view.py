@@ -33,7 +33,7 @@ from stepscope.studies.rehearsal.subject import (
     scaling,
     subject_of,
 )
-from stepscope.studies.views.figures import curves, lane
+from stepscope.views.figures import curves, lane
 
 
 def view(results: Sequence[Result[RehearsalCase]]) -> tuple[Block, ...]:
