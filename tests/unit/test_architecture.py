@@ -330,6 +330,52 @@ def test_the_import_block_works() -> None:
     assert "torch is blocked" in without_torch(IMPORT_ALL, "measure").stderr
 
 
+def test_names_that_scripts_and_benchmarks_import_exist() -> None:
+    """They are not run by the tests: a name that moved would be noticed a release later."""
+    root = Path(__file__).parents[2]
+    missing = [
+        f"{file.name}:{node.lineno} {node.module}.{alias.name}"
+        for folder in ("benchmarks", "scripts")
+        for file in sorted((root / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stepscope")
+        for alias in node.names
+        if not _exists(str(node.module), alias.name)
+    ]
+    assert missing == []
+
+
+def _exists(module: str, name: str) -> bool:
+    known = _defined(module)
+    return bool({name, "__getattr__"} & known) or is_module(f"{module}.{name}", SOURCE)
+
+
+@cache
+def _defined(module: str) -> set[str]:
+    path = SOURCE.parent.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    body = ast.parse(file.read_text()).body if file.is_file() else []
+    return {name for node in statements(body) for name in _names_of(node)}
+
+
+def _names_of(node: ast.AST) -> Iterator[str]:
+    """The names that a statement defines in its module."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            yield from (alias.asname or alias.name for alias in names)
+        case ast.Assign(targets=targets):
+            yield from (
+                one.id
+                for target in targets
+                for one in ast.walk(target)
+                if isinstance(one, ast.Name)
+            )
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            yield name
+
+
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; from stepscope.cli import main; main(['--help']);"

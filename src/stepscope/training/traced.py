@@ -31,14 +31,14 @@ class Traced(NamedTuple):
 def trace_step(step: Subject, device: Device, name: str, *, steps: int) -> Traced:
     """Trace a step several times and read the trace; the note `trace` names the file if it was
     stored."""
-    from stepscope.measure.capture import capture
     from stepscope.measure.packing import pack
+    from stepscope.measure.profiler import profile_steps
 
     notes = {}
     with tempfile.TemporaryDirectory() as scratch:
         # Read uncompressed: unpacking what was just packed takes longer than writing it twice.
         plain = Path(scratch) / "trace.json"
-        capture(step.run_phases, device, plain, steps=steps, before=step.reset)
+        profile_steps(step.run_phases, device, plain, steps=steps, before=step.reset)
         summary = summarize_file(plain)
         if device.kind == "cuda" and not summary.on_device:
             raise StepscopeError(

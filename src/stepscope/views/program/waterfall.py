@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stepscope.analysis.conclusions import conclude
-from stepscope.analysis.effects import part
-from stepscope.analysis.limits import hardware_limit, matrix_ceiling, measured_ceilings, mfu
+from stepscope.analysis.limits import hardware_limit, matrix_ceiling, measured_ceilings
 from stepscope.analysis.parts import OPTIMIZER, SLOW_MATMULS
 from stepscope.analysis.power import power_capped
 from stepscope.analysis.trace.summary import Summary
 from stepscope.analysis.verdict import Limit
 from stepscope.analysis.waterfall import Ideal, Waterfall, spent_in, waterfall
-from stepscope.records.stats import summarize
 from stepscope.report.blocks import Block, Finding
-from stepscope.report.format import duration, percent
+from stepscope.report.format import duration
 from stepscope.views.builders import capitalized
 from stepscope.views.energy import capped_finding
 from stepscope.views.program.rows import ProgramRecord, resting_on
@@ -74,7 +71,6 @@ def waterfall_blocks(lead: ProgramRecord, name: str) -> tuple[Block, ...]:
             lead,
             (
                 *_too_low(water),
-                _largest(lead, water, water.capped(limit)),
                 *capped_finding({"this step": capped} if capped else {}),
             ),
         ),
@@ -86,24 +82,6 @@ def waterfall_blocks(lead: ProgramRecord, name: str) -> tuple[Block, ...]:
             " optimizer's bytes at the measured bandwidth), by part. Each bar starts where the"
             " previous one ends; the parts add up to the measured time. The slowdown of traced"
             " steps is subtracted from their idle time.",
-        ),
-    )
-
-
-def _largest(lead: ProgramRecord, water: Waterfall, limit: Limit) -> Finding:
-    cause, lost = max(water.beyond.items(), key=lambda item: item[1])
-    own, series, step_ms = mfu(lead.record), lead.record.find("step"), water.measured_ms
-    assert series is not None
-    in_own = "" if own is None else f" MFU in its own dtype, {lead.case.dtype}: {percent(own)}."
-    return Finding(
-        code="inspect.waterfall",
-        values={"least_ms": limit.ms, "step_ms": step_ms, "cause": cause, "lost_ms": lost},
-        text=f"The hardware limit of the step, with {limit.dtype} matmuls, is"
-        f" {duration(limit.time)}: {percent(limit.share_of(step_ms))} of the {duration(step_ms)} of"
-        f" a step.{in_own}",
-        conclusion=conclude(
-            f"The largest part of the rest: {cause}, {duration(lost)} ({percent(lost / step_ms)}).",
-            part(lost, summarize(series.values)),
         ),
     )
 

@@ -1,7 +1,7 @@
-"""Splitting of the events of a large trace into pieces, so that each can be freed before the next.
+"""Splitting of the events of a large trace into chunks, so that each can be freed before the next.
 
 A cut is made between two objects. If it falls inside an event instead of between two events, the
-pieces fail to decode: half an event is not valid JSON.
+chunks fail to decode: half an event is not valid JSON.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-PIECE_BYTES = 256 << 10
+CHUNK_BYTES = 256 << 10
 _BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
 _BARE_LIST = re.compile(rb"\s*\[")
 _LIST_OF_EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -33,16 +33,16 @@ class Cut(NamedTuple):
         """Return the rest of the file with an empty list of events."""
         return bytes(self.data[: self.start] + self.data[self.end :])
 
-    def pieces(self) -> Iterator[bytes]:
+    def chunks(self) -> Iterator[bytes]:
         """Yield lists of events; no event is split between two of them."""
-        return (piece for piece, _ in self.pieces_and_last())
+        return (chunk for chunk, _ in self.chunks_and_last())
 
-    def pieces_and_last(self) -> Iterator[tuple[bytes, bool]]:
-        """Yield each piece, and True for the last one."""
+    def chunks_and_last(self) -> Iterator[tuple[bytes, bool]]:
+        """Yield each chunk, and True for the last one."""
         view = memoryview(self.data)
         at = self.start
         while at < self.end:
-            match = _BETWEEN.search(self.data, min(at + PIECE_BYTES, self.end), self.end)
+            match = _BETWEEN.search(self.data, min(at + CHUNK_BYTES, self.end), self.end)
             last, after = (match.start() + 1, match.end()) if match else (self.end, self.end)
             yield b"".join((b"[", view[at:last], b"]")), after >= self.end
             at = after
@@ -55,15 +55,15 @@ def open_end(data: bytes | bytearray) -> Cut | None:
     return None if opened is None else Cut(data, opened.end(), len(data), bare is not None)
 
 
-def without_tail(piece: bytes) -> Iterator[bytes]:
-    """Yield the piece up to each of its last closing braces, from the end: a truncated event has a
+def without_tail(chunk: bytes) -> Iterator[bytes]:
+    """Yield the chunk up to each of its last closing braces, from the end: a truncated event has a
     few, and more if its name contains some."""
-    end = len(piece)
+    end = len(chunk)
     for _ in range(_MAX_BRACES):
-        end = piece.rfind(b"}", 0, end)
+        end = chunk.rfind(b"}", 0, end)
         if end < 0:
             return
-        yield piece[: end + 1] + b"]"
+        yield chunk[: end + 1] + b"]"
 
 
 def possible_cuts(data: bytes | bytearray) -> Iterator[Cut]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from rehearsal_check.cases import CheckCase, Sampled, strategies
+from rehearsal_check.channel import MeasuredChannel, measured_channel
 from stepscope.analysis.links import fit_link
-from stepscope.analysis.rehearsal.channel import MeasuredChannel, measured_channel
 from stepscope.analysis.rehearsal.recording import Recording, recording_of
 from stepscope.analysis.rehearsal.replay import Upkeep, name_of, replay
 from stepscope.records.schema import Record, Series
 from stepscope.records.stats import Summary, summarize
-from stepscope.report.blocks import Finding, Table
+from stepscope.report.blocks import Block, Finding, Table
 from stepscope.report.format import duration, percent, rate
-from stepscope.report.tables import col, interval, table
+from stepscope.report.tables import col, failed_table, interval, table
+from stepscope.studies.base import Result
 from stepscope.studies.ddp.cases import ALONE
-from stepscope.studies.rehearsal.cases import CheckCase, Sampled, strategies
 
 
 class Row(NamedTuple):
@@ -59,6 +60,12 @@ class Check(NamedTuple):
             f"{self.case.size} at context {self.case.context} on {self.case.ranks} {activity} ranks"
             f" over {self.record.notes.get('backend', 'gloo')}"
         )
+
+
+def view(results: Sequence[Result[CheckCase]]) -> tuple[Block, ...]:
+    checks = [check for result in results if (check := check_of(*result))]
+    tables = [check_table(checks)] if checks else []
+    return (*check_findings(checks), *tables, *failed_table("rehearsal-check", results))
 
 
 def check_of(record: Record, case: CheckCase) -> Check | None:

@@ -78,7 +78,7 @@ def _quiet() -> Iterator[None]:
             os.environ.pop(_LOG_LEVEL, None)
 
 
-def capture(
+def profile_steps(
     step: Callable[[], object],
     device: Device,
     path: Path,

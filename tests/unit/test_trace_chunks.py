@@ -1,4 +1,4 @@
-"""A trace read in pieces equals the trace read at once; nesting of spans."""
+"""A trace read in chunks equals the trace read at once; nesting of spans."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.analysis.trace import chrome, pieces
+from stepscope.analysis.trace import chrome, chunks
 from stepscope.analysis.trace.model import NO_NUMBER, Spans, Trace, ordered_spans
 from stepscope.analysis.trace.nesting import NO_SPAN, nearest, parents
 from trace_files import operator_step, training_step
@@ -40,22 +40,22 @@ def at_once(text: str) -> Trace:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 500, 1 << 20])
-def test_every_layout_and_piece_size_gives_the_same_trace(
+def test_every_layout_and_chunk_size_gives_the_same_trace(
     monkeypatch: pytest.MonkeyPatch, layout: str, size: int
 ) -> None:
-    monkeypatch.setattr(pieces, "PIECE_BYTES", size)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", size)
     for built in (training_step(steps=2), operator_step()):
         text = LAYOUTS[layout](built.text())
-        decoded = chrome._in_pieces(text.encode())
+        decoded = chrome._in_chunks(text.encode())
         assert decoded is not None
         assert columns(decoded[0].trace(decoded[1])) == columns(at_once(text))
 
 
-def test_a_piece_contains_as_many_events_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 10)
+def test_a_chunk_contains_as_many_events_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 10)
     data = b'{"traceEvents": [{"a": 1}, {"b": 2},\n  {"c": 3} ], "traceName": "x"}'
-    cut = next(pieces.possible_cuts(data))
-    assert list(cut.pieces()) == [b'[{"a": 1}, {"b": 2}]', b'[{"c": 3} ]']
+    cut = next(chunks.possible_cuts(data))
+    assert list(cut.chunks()) == [b'[{"a": 1}, {"b": 2}]', b'[{"c": 3} ]']
     assert cut.around() == b'{"traceEvents": [], "traceName": "x"}'
 
 
@@ -70,9 +70,9 @@ def test_a_piece_contains_as_many_events_as_fit(monkeypatch: pytest.MonkeyPatch)
 def test_if_a_cut_splits_an_event_the_file_is_read_at_once(
     monkeypatch: pytest.MonkeyPatch, odd: str
 ) -> None:
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 1)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
     text = f'{{"traceEvents": [{odd}, {odd}]}}'
-    assert chrome._in_pieces(text.encode()) is None
+    assert chrome._in_chunks(text.encode()) is None
     trace = chrome.read_chrome(text.encode(), "odd")
     assert len(trace.spans) == 2
     assert trace.spans.end.tolist() == [3000, 3000]
@@ -87,7 +87,7 @@ def test_of_two_lists_of_events_the_outer_one_counts() -> None:
 
 def test_the_number_of_candidate_cuts_is_bounded() -> None:
     data = b'{"traceEvents": [' + b"]" * 4000
-    assert len(list(pieces.possible_cuts(data))) == 16
+    assert len(list(chunks.possible_cuts(data))) == 16
 
 
 SPAN = st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 12), st.booleans())
