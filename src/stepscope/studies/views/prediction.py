@@ -243,7 +243,7 @@ def plan_words(plan: MemoryPlan) -> str:
 def frontier_table(found: Frontier, most: int = 12) -> Table:
     """Plans from the fastest to the smallest, at most so many."""
     plans, first = found.plans, found.plans[0]
-    rows = [plans[round(i * (len(plans) - 1) / (most - 1))] for i in range(most)]
+    shown = dict.fromkeys(round(i * (len(plans) - 1) / (most - 1)) for i in range(most))
     columns = [
         col("peak", lambda plan: plan.peak, "bytes"),
         col("step", lambda plan: 1e3 * plan.seconds, unit="ms"),
@@ -255,7 +255,7 @@ def frontier_table(found: Frontier, most: int = 12) -> Table:
     return table(
         "predicted-plans",
         "Time against memory",
-        list(dict.fromkeys(rows)) if len(plans) > most else plans,
+        [plans[at] for at in shown],
         columns,
         caption=f"Times from FLOPs, bytes and the rates of {found.device}. `stepscope.fit` applies"
         " the fastest plan within a budget.",
