@@ -59,7 +59,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     | LEAVES,
     "integrations": {"advisor", "acceleration", "studies", "measure", "analysis", "records"}
     | {"report", "stepscope.cli.messages"},
-    "advisor": {"studies", "acceleration", "measure", "analysis", "records", "report"} | TOOLS,
+    "advisor": {"studies", "acceleration", "measure", "analysis", "planning", "records", "report"}
+    | TOOLS,
     "grading": {"studies", "attention", "kernels", "parallel", "measure", "records"}
     | {"stepscope.report.blocks", "stepscope.report.format", "stepscope.report.tables"}
     | TOOLS,

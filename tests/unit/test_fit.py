@@ -13,11 +13,12 @@ from torch.nn import functional
 
 import stepscope
 from stepscope.acceleration.forward_registry import layer_owners
+from stepscope.analysis.predict.sizes import bytes_of
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.measure.ledger import StorageLedger, line_of_code
+from stepscope.planning.application import application_of, apply_plan
 from stepscope.planning.blocks import repeated_blocks, structures
 from stepscope.planning.fake_step import Fakes
-from stepscope.planning.fit import apply_plan, bytes_of
 from stepscope.planning.frontier import MemoryPlan
 from stepscope.planning.host_copies import HostCopies
 from stepscope.planning.operators import known_rates
@@ -154,12 +155,11 @@ def test_gradients_losses_and_buffers_stay_equal(
     for plan in (plans[len(plans) // 2], plans[-1]):
         assert any(cost.plan.recompute for cost in plan.blocks.values())
         model.load_state_dict(start)
-        layers = apply_plan(model, plan)
+        applied = apply_plan(model, sgd(model), application_of(plan))
         for those in expected:
             for got, wanted in zip(step(model, batch, loss), those, strict=True):
                 assert torch.equal(got, wanted)
-        for layer in layers:
-            layer.remove()
+        applied.remove()
         assert all("forward" not in vars(part) for part in model.modules())
 
 

@@ -310,7 +310,7 @@ class TrainStep:
 
     def _loss(self, batch: Any) -> Tensor:
         if self._compilation is not None and self._compiled is not None:
-            with self._compilation.autocast(), _without_cache(self.model):
+            with self._compilation.autocast(), without_cache(self.model):
                 return _scalar(self._compiled(batch), "the loss function")
         if self._loss_fn is not None:
             function = partial(self._loss_fn, self.model, batch)
@@ -381,7 +381,7 @@ _CONFIGURATIONS = "transformers.configuration_utils"
 
 
 @contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
+def without_cache(model: nn.Module) -> Iterator[None]:
     """Let Hugging Face models create no key-value cache, which copies keys and values, cannot be
     captured with sliding windows, and is discarded with the rest of the output."""
     configs = {id(one): one for module in model.modules() if (one := _caching_config(module))}
@@ -408,7 +408,7 @@ def _caching_config(module: nn.Module) -> Any:
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
     """Call a model with a batch, and return the loss in its output."""
-    with _without_cache(model):
+    with without_cache(model):
         output = _called(model, batch)
     return _scalar(_loss_in(output), "the model")
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from stepscope.records.plans import Plan
 from stepscope.report.blocks import Curve, Figure
-
-if TYPE_CHECKING:
-    from stepscope.planning.frontier import MemoryPlan
 
 _GIB = 2**30
 
 
-def frontier_figure(plans: Sequence[MemoryPlan], chosen: MemoryPlan | None) -> Figure:
+def frontier_figure(plans: Sequence[Plan], chosen: Plan | None) -> Figure:
     """The plans, the step as it is, and the plan within a budget."""
     curves = [_curve("plans", plans), _curve("as it is", plans[:1])]
     if chosen is not None:
@@ -27,7 +24,7 @@ def frontier_figure(plans: Sequence[MemoryPlan], chosen: MemoryPlan | None) -> F
     )
 
 
-def _curve(label: str, plans: Sequence[MemoryPlan]) -> Curve:
+def _curve(label: str, plans: Sequence[Plan]) -> Curve:
     return Curve(
         label=label,
         x=tuple(plan.peak / _GIB for plan in plans),
@@ -35,7 +32,7 @@ def _curve(label: str, plans: Sequence[MemoryPlan]) -> Curve:
     )
 
 
-def frontier_html(plans: Sequence[MemoryPlan], chosen: MemoryPlan, words: str) -> str:
+def frontier_html(plans: Sequence[Plan], chosen: Plan, words: str) -> str:
     """The figure with a text below, for the output of a notebook's cell."""
     from markupsafe import escape
 

@@ -67,7 +67,7 @@ def _watcher(order: Order, folder: Path) -> Observer:
             folder, every=order.every, trace=order.traced > 0, prometheus=order.prometheus
         )
     if order.observe != "steps":
-        return OnceImported(order.observe, folder, order.timed)
+        return OnceImported(order, folder)
     if order.channel is not None:
         return InterleavedRun(order.channel, order.settings, order.warmup, order.optimizers)
     effort = Effort(
