@@ -40,6 +40,7 @@ class Fakes:
             # Fake parameters have weak references, with which they cannot be swapped.
             stack.enter_context(patch.object(torch.utils, "swap_tensors", _assign))
             stack.enter_context(patch.object(torch.autocast, "__init__", _autocast_on_cpu))
+            stack.enter_context(patch.object(Tensor, "__deepcopy__", self._deep_copy))
             stack.enter_context(self._mode)
             stack.enter_context(self.values)
             stack.enter_context(_OnCpu())
@@ -80,6 +81,10 @@ class Fakes:
 
         return tree_map(fake, batch)
 
+    def replace(self, real: Tensor, fake: Tensor) -> None:
+        """Let `converted` return this tensor."""
+        self._converted[real] = fake
+
     def converted(self, tensor: Tensor) -> Tensor:
         """A fake tensor in place of a real one, always the same."""
         if isinstance(tensor, FakeTensor):
@@ -92,11 +97,22 @@ class Fakes:
     def tensor(self, real: Tensor) -> Tensor:
         """A fake tensor, whose value is known if it is small and the real one has data."""
         fake = self._like(real).requires_grad_(real.requires_grad)
-        if real.device.type != "meta" and not real.requires_grad:
+        has_data = real.device.type != "meta" and not isinstance(real, FakeTensor)
+        if has_data and not real.requires_grad:
             with _disable_current_modes():
                 # The step may write to it.
                 self.values.know(fake, real.detach().to(_DEVICE, copy=True))
         return fake
+
+    @property
+    def _deep_copy(self) -> Callable[[Tensor, dict[int, Any]], Tensor]:
+        def copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self.tensor(tensor)
+            fake: Tensor = memo[id(tensor)]
+            return fake
+
+        return copied
 
     def _like(self, real: Tensor) -> Tensor:
         with self._mode:

@@ -1,89 +1,88 @@
-"""A step of a program's own loop on fake tensors, from the call of its model to `backward()`."""
+"""A step of a program's own loop, from the first call of its model to `backward()`, on fake
+tensors."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from stepscope.acceleration.train_step import without_cache
+from stepscope.errors import UsageError
 from stepscope.measure.ledger import line_of_code
 from stepscope.planning.fake_step import Fakes
 from stepscope.planning.loss_tape import LossTape
 from stepscope.planning.predict import StepOptions
 
 
-class LoopBatch(NamedTuple):
-    """What a loop gives to its model, and to the functions of its loss."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    given: list[Tensor]
-
-
 class FakeLoop:
-    """Runs the code of a loop on fake tensors: its model is called with `call`, and `end` is called
-    with the loss. No memory of a device is needed."""
+    """Runs the code of a loop on fake tensors: in place of its model, or a part of it, `call` is
+    called, and `end` with the loss. No memory of a device is needed."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.fakes = Fakes(line_of_code)
-        self._active = ExitStack()
-        self._enter()
-        self.model, self.optimizer = self.fakes.copy(model, optimizer)
+        self._real = {id(part): name for name, part in model.named_modules(remove_duplicate=False)}
+        with self.fakes.active():
+            self.model, self.optimizer = self.fakes.copy(model, optimizer)
+        self._names = {id(p): name for name, p in self.model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            self.fakes.replace(parameter, self.model.get_parameter(name))
+        self._tape = LossTape(self._names, self.fakes.converted)
         self._dtype: torch.dtype | None = None
-        self._exit()
+        self._active = ExitStack()
+        self.began = False
+        """Whether the model was called."""
 
-    def call(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the copy of the model. The loop runs on fake tensors until `end`."""
+    def has(self, module: nn.Module) -> bool:
+        return id(module) in self._real
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the copy of a module. The loop runs on fake tensors from the first call to `end`."""
+        device = next((p.device.type for p in module.parameters()), "cpu")
         if torch.is_autocast_enabled(device):
             self._dtype = torch.get_autocast_dtype(device)
-        self._enter()
+        name = self._real[id(module)]
+        part = self.model.get_submodule(name)
+        hooks = [one.register_forward_pre_hook(self._entered) for one in part.modules()]
         try:
-            self._arguments = self.fakes.batch((args, kwargs))
-            args, kwargs = self._arguments
-            handles = [
-                part.register_forward_pre_hook(self._within) for part in self.model.modules()
-            ]
+            if not self.began:
+                self.began = True
+                self._active.enter_context(self.fakes.active())
+                self._active.enter_context(self._tape)
             with without_cache(self.model):
-                output = self.model(*args, **kwargs)
-            for handle in handles:
-                handle.remove()
+                return self._tape.call(name, part, args, kwargs)
         except BaseException:
-            self._exit()
+            self._active.close()
             raise
-        self._tape = self._active.enter_context(LossTape(output, self.fakes.converted))
-        return output
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def end(self, loss: Any) -> None:
         """End the step, before its backward pass."""
-        self._exit()
+        self._active.close()
+        if not isinstance(loss, Tensor):
+            raise UsageError("the backward pass starts from several tensors", "use one loss")
         self._tape.end(loss)
 
     @property
-    def batch(self) -> LoopBatch:
-        return LoopBatch(*self._arguments, self._tape.given)
+    def batch(self) -> list[Tensor]:
+        return self._tape.given
 
     @property
     def options(self) -> StepOptions:
-        """The step as that of a `TrainStep`, with a batch of `LoopBatch`."""
+        """The step as that of a `TrainStep`, with `batch` for its batch."""
 
-        def loss(model: nn.Module, batch: LoopBatch) -> Tensor:
+        def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
             with without_cache(model):
-                output = model(*batch.args, **batch.kwargs)
-            return self._tape.replayed(output, batch.given)
+                return self._tape.replayed(model, batch)
 
         return StepOptions(loss, self._dtype)
 
-    def _within(self, *_: Any) -> None:
+    def _entered(self, *_: Any) -> None:
         if torch.is_autocast_enabled("cpu"):
             # Libraries enter autocast within the model.
             self._dtype = torch.get_autocast_dtype("cpu")
-
-    def _enter(self) -> None:
-        self._active.enter_context(self.fakes.active())
-
-    def _exit(self) -> None:
-        self._active.close()

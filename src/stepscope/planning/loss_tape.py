@@ -1,13 +1,13 @@
-"""What a loop computes between the call of its model and `backward()`, to be computed again.
+"""What a loop computes from its batch to its loss, to be computed again.
 
-A loop has no function that returns its loss. The functions of torch that lead from the outputs of
-the model to the loss are recorded once, on real or on fake tensors, and called again on those of
-another step.
+A loop has no function that returns its loss. The calls of its model, or of parts of it, and the
+functions of torch that lead from there to the loss are recorded once, on real or on fake tensors,
+and made again in another step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -17,17 +17,32 @@ from torch.utils.weak import WeakIdKeyDictionary
 from stepscope.errors import UsageError
 from stepscope.measure.dispatch import FunctionMode
 
+_FIX = "call the model in each step, and `backward()` on a loss of its outputs"
+
 
 class _Computed(NamedTuple):
-    """An output of the model, or a result of a recorded function."""
+    """A result of a recorded call."""
 
     index: int
 
 
 class _Given(NamedTuple):
-    """A tensor from elsewhere in the loop, such as the targets."""
+    """A tensor from elsewhere in the loop, such as the batch."""
 
     index: int
+
+
+class _Parameter(NamedTuple):
+    name: str
+
+
+class _Part(NamedTuple):
+    """A call of the model, or of the part of this name."""
+
+    name: str
+
+
+_REFERENCES = (_Computed, _Given, _Parameter)
 
 
 class _Call(NamedTuple):
@@ -37,83 +52,116 @@ class _Call(NamedTuple):
 
 
 class LossTape(FunctionMode):
-    """Records the functions that are called with what a model returned."""
+    """Records the functions of torch that a loop calls; calls of its model go through `call`."""
 
-    def __init__(self, output: Any, converted: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        """`converted` is called with each tensor that a recorded function is given."""
+    def __init__(
+        self,
+        parameters: Mapping[int, str],
+        converted: Callable[[Tensor], Tensor] = lambda given: given,
+    ) -> None:
+        """`parameters` has the names of the model's by id; all other tensors that the loop gives to
+        a function are `converted`."""
         super().__init__()
-        self._converted = converted
+        self._parameters, self._converted = parameters, converted
         self._indices = WeakIdKeyDictionary()
         self._numbers = 0
         self._calls: list[_Call] = []
         self._variables: tuple[int, ...] = ()
         self._alive: list[Tensor] = []
+        self._within = False
         self.given: list[Tensor] = []
-        """Tensors that are neither outputs of the model nor computed from them."""
-        for leaf in _tensors(output):
-            self._number(leaf)
-        self._outputs = self._numbers
+        """Tensors that no recorded call has computed, and no parameters."""
+
+    def call(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the model, or its part of this name."""
+        self._within = True
+        try:
+            args, kwargs = self._with_converted((args, kwargs))
+            output = module(*args, **kwargs)
+        finally:
+            self._within = False
+        self._add(_Part(name), (args, kwargs), output)
+        return output
 
     def run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        arguments, keywords = tree_map(
-            lambda leaf: self._converted(leaf) if isinstance(leaf, Tensor) else leaf,
-            (arguments, keywords),
-        )
+        arguments, keywords = self._with_converted((arguments, keywords))
         result = function(*arguments, **keywords)
-        made = list(_tensors(result))
-        if made:
-            given = tree_map(self._reference, (arguments, keywords))
-            self._calls.append(_Call(function, given, tuple(map(self._number, made))))
+        if not self._within:
+            self._add(function, (arguments, keywords), result)
         return result
 
     def end(self, loss: Tensor) -> None:
         """Keep what the loss is computed from, and which tensors the loop still refers to."""
-        if loss not in self._indices:
-            raise UsageError(
-                "the loss of the loop is not computed from the outputs of its model",
-                "call the model once in a step, and `backward()` on a loss of its outputs",
-            )
+        if loss not in self._indices or not loss.requires_grad:
+            raise UsageError("the loss is not computed from the outputs of the model", _FIX)
         self._loss = self._indices[loss]
         needed, kept = {self._loss}, []
         for call in reversed(self._calls):
-            if needed.intersection(call.results):
+            if isinstance(call.function, _Part) or needed.intersection(call.results):
                 kept.append(call)
+                needed |= {*call.results}
                 needed |= {leaf.index for leaf in _leaves(call.arguments, _Computed)}
         self._calls = kept[::-1]
         used = {leaf.index for call in kept for leaf in _leaves(call.arguments, _Given)}
-        for index in used:
-            given = self.given[index]
-            if given.requires_grad:
-                what = "a parameter" if isinstance(given, nn.Parameter) else "a computed tensor"
-                raise UsageError(
-                    f"the loss of the loop uses {what} that its model does not return",
-                    "put all that has parameters into one nn.Module that the loop calls",
-                )
+        if any(self.given[index].requires_grad for index in used):
+            raise UsageError(
+                "the loss uses tensors with gradients that the model neither has nor returns",
+                "put all that has parameters into one nn.Module",
+            )
+        self.given = [one if at in used else one.new_empty(0) for at, one in enumerate(self.given)]
         alive = {self._indices[one] for one in self._indices}
-        self._variables = tuple(sorted(alive & (needed | {*range(self._outputs)})))
+        self._variables = tuple(sorted(alive & needed))
 
-    def replayed(self, output: Any, given: list[Any]) -> Tensor:
-        """Compute the loss from other outputs of the model.
+    def replayed(self, model: nn.Module, given: list[Tensor]) -> Tensor:
+        """Compute the loss of a model, or a copy of it, from other tensors.
 
         Variables of the loop refer to their tensors until they are assigned again in the next step.
         """
-        values = dict(enumerate(_tensors(output)))
+        values: dict[int, Tensor] = {}
 
         def value(leaf: Any) -> Any:
             if isinstance(leaf, _Computed):
                 return values[leaf.index]
+            if isinstance(leaf, _Parameter):
+                return model.get_parameter(leaf.name)
             return given[leaf.index] if isinstance(leaf, _Given) else leaf
 
-        for function, arguments, results in self._calls:
-            positional, keywords = tree_map(value, arguments, is_leaf=_is_reference)
-            result = function(*positional, **keywords)
-            values |= dict(zip(results, _tensors(result), strict=True))
+        for call, forgotten in zip(self._calls, self._last_uses(), strict=True):
+            args, kwargs = tree_map(value, call.arguments, is_leaf=_is_reference)
+            part = isinstance(call.function, _Part)
+            function = model.get_submodule(call.function.name) if part else call.function
+            result = function(*args, **kwargs)
+            del args, kwargs
+            values |= dict(zip(call.results, _tensors(result), strict=True))
+            del result
+            for index in forgotten:
+                del values[index]
         self._alive = [values[index] for index in self._variables]
         return values[self._loss]
 
-    def forget(self) -> None:
-        """Release the variables of the last replay."""
-        self._alive = []
+    def _last_uses(self) -> list[list[int]]:
+        """Results that no call after each one uses, and no variable of the loop refers to."""
+        seen, forgotten = {self._loss, *self._variables}, []
+        for call in reversed(self._calls):
+            own = {*call.results, *(leaf.index for leaf in _leaves(call.arguments, _Computed))}
+            forgotten.append(sorted(own - seen))
+            seen |= own
+        return forgotten[::-1]
+
+    def _with_converted(self, tree: Any) -> Any:
+        def converted(leaf: Any) -> Any:
+            is_given = isinstance(leaf, Tensor) and id(leaf) not in self._parameters
+            return self._converted(leaf) if is_given and leaf not in self._indices else leaf
+
+        return tree_map(converted, tree)
+
+    def _add(self, function: Any, arguments: Any, result: Any) -> None:
+        made = list(_tensors(result))
+        if made:
+            references = tree_map(self._reference, arguments)
+            self._calls.append(_Call(function, references, tuple(map(self._number, made))))
 
     def _number(self, made: Tensor) -> int:
         if made not in self._indices:
@@ -127,6 +175,8 @@ class LossTape(FunctionMode):
             return leaf
         if leaf in self._indices:
             return _Computed(self._indices[leaf])
+        if id(leaf) in self._parameters:
+            return _Parameter(self._parameters[id(leaf)])
         known = next((at for at, one in enumerate(self.given) if one is leaf), None)
         if known is None:
             self.given.append(leaf)
@@ -138,7 +188,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _is_reference(leaf: Any) -> bool:
-    return isinstance(leaf, _Computed | _Given)
+    return isinstance(leaf, _REFERENCES)
 
 
 def _leaves(tree: Any, kind: type[Any]) -> Iterator[Any]:

@@ -24,7 +24,7 @@ from stepscope.acceleration.train_step import without_cache
 from stepscope.advisor.trial.accelerated import Acceleration
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.calls import Calls
-from stepscope.advisor.trial.first_call import FirstCall, unwrapped
+from stepscope.advisor.trial.first_call import Trained, TrainedCalls
 from stepscope.advisor.trial.following import NO_BACKWARD
 from stepscope.advisor.trial.loop_step import LoopStep
 from stepscope.advisor.trial.optimizers import Optimizers
@@ -101,7 +101,7 @@ class Changes:
 
     def follow_memory_plan(self, plan: str) -> None:
         self._plan = from_json(plan, Application)
-        FirstCall(self._first_called).attach()
+        TrainedCalls(self._first_called).attach()
 
     def accelerate(self, groups: Sequence[str], dtype: str | None = None) -> None:
         if self._acceleration is None:
@@ -115,15 +115,11 @@ class Changes:
         self._loop = LoopStep(self._paused)
         self._loop.attach()
 
-    def _first_called(
-        self, model: Any, optimizer: Any, call: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        module, _ = unwrapped(model)
+    def _first_called(self, trained: Trained) -> None:
         # Blocks that run again would add to a key-value cache twice.
-        self._throughout.enter_context(without_cache(module))
-        apply_plan(module, optimizer, self._plan)
+        self._throughout.enter_context(without_cache(trained.model))
+        apply_plan(trained.model, trained.optimizer, self._plan)
         self.applied[MEMORY] += len(self._plan.blocks) + self._plan.host_states
-        return call(*args, **kwargs)
 
     # Switching.
 

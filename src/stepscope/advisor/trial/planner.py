@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from stepscope.advisor.scope.once_imported import FAILED
 from stepscope.advisor.scope.steps import BackwardCalls
-from stepscope.advisor.trial.first_call import FirstCall, unwrapped
+from stepscope.advisor.trial.first_call import Called, Trained, TrainedCalls
 from stepscope.errors import StepscopeError, UsageError, one_line
 from stepscope.planning.application import application_of, described
 from stepscope.planning.fit import FakeStep, fastest_within
-from stepscope.planning.loop import FakeLoop, LoopBatch
+from stepscope.planning.loop import FakeLoop
 from stepscope.planning.operators import known_rates
 from stepscope.planning.plans import Lever
 from stepscope.records.plans import PLANNED, FittedStep, Frontier, thinned
@@ -37,57 +36,54 @@ class MemoryPlanner:
 
     def __init__(self, folder: Path, budget: int, allow: Collection[Lever]) -> None:
         self._folder, self._budget, self._allow = folder, budget, allow
-        self._model: nn.Module
-        self._compiled = False
+        self._calls = TrainedCalls(self._begin)
+        self._trained: Trained
         self._loop: FakeLoop | None = None
 
     def attach(self) -> None:
-        FirstCall(self._called).attach()
+        self._calls.attach()
         BackwardCalls(self._backward_begins, lambda: None).attach()
 
     def write(self) -> None:
-        """The script ended: nothing was planned."""
-        self._failed(
-            "the backward pass of its first step was not reached"
-            if self._loop is not None
-            else "no model was called that an optimizer updates"
-        )
+        """The script ended: nothing was planned. If it failed, its own error says why."""
+        if sys.exc_info()[0] is None:
+            self._failed(
+                "no model was called that an optimizer updates"
+                if self._loop is None
+                else "no backward pass was called"
+            )
 
-    def _called(
-        self, model: nn.Module, optimizer: Optimizer, run: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        del run
-        try:
-            device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    def _begin(self, trained: Trained) -> Called:
+        with self._ending():
+            device = next((p.device for p in trained.model.parameters()), torch.device("cpu"))
             self._budget = self._budget or _memory_of(device)
-            self._model, self._compiled = unwrapped(model)
-            self._loop = FakeLoop(self._model, optimizer)
-            return self._loop.call(device.type, args, kwargs)
-        except Exception as error:
-            self._end(error)
+            self._trained = trained
+            self._loop = FakeLoop(trained.model, trained.optimizer)
+        return self._call
+
+    def _call(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        assert self._loop is not None
+        part = self._trained.part(module)
+        if not self._loop.has(part):
+            return original(*args, **kwargs)
+        with self._ending():
+            return self._loop.call(part, args, kwargs)
 
     def _backward_begins(self, roots: Any) -> None:
         if self._loop is None:
             return
-        try:
-            losses = [leaf for leaf in tree_leaves(roots) if isinstance(leaf, Tensor)]
-            if len(losses) != 1:
-                raise UsageError(
-                    f"the backward pass starts from {len(losses)} tensors", "use one loss"
-                )
-            self._loop.end(losses[0])
+        with self._ending():
+            self._loop.end(roots[0] if isinstance(roots, tuple | list) and len(roots) == 1 else roots)
             planned = self._planned(self._loop)
             (self._folder / PLANNED).write_bytes(msgspec.json.encode(planned))
-        except Exception as error:
-            self._end(error)
-        self._end()
+        self._exit()
 
     def _planned(self, loop: FakeLoop) -> FittedStep:
         rates, batch = known_rates(), loop.batch
         with loop.fakes.active():
             step = FakeStep(loop.model, loop.optimizer, batch, loop.options)
             chosen = fastest_within(
-                loop.fakes, step, self._budget, rates, compiled=self._compiled, allow=self._allow
+                loop.fakes, step, self._budget, rates, compiled=self._trained.compiled, allow=self._allow
             )
         plan = described(chosen.plan)
         if chosen.prediction is not None:
@@ -99,7 +95,7 @@ class MemoryPlanner:
             budget=self._budget,
             plan=plan,
             apply=application_of(chosen.plan),
-            model=type(self._model).__name__,
+            model=type(self._trained.model).__name__,
             batch=_rows(batch),
             is_estimate=chosen.prediction is None,
             assumed=tuple(loop.fakes.values.assumed),
@@ -108,10 +104,16 @@ class MemoryPlanner:
     def _failed(self, reason: str) -> None:
         (self._folder / FAILED).write_text(reason)
 
-    def _end(self, error: Exception | None = None) -> NoReturn:
-        """End the script at once: one that catches an exception would continue."""
-        if error is not None:
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """End the script with an error: one that catches exceptions would continue."""
+        try:
+            yield
+        except Exception as error:
             self._failed(str(error) if isinstance(error, StepscopeError) else one_line(error))
+            self._exit()
+
+    def _exit(self) -> NoReturn:
         sys.stdout.flush()
         os._exit(0)
 
@@ -122,8 +124,6 @@ def _memory_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def _rows(batch: LoopBatch) -> int:
-    sizes = {
-        leaf.shape[0] for leaf in tree_leaves(batch[:2]) if isinstance(leaf, Tensor) and leaf.dim()
-    }
-    return sizes.pop() if len(sizes) == 1 else 0
+def _rows(batch: list[Tensor]) -> int:
+    """Return the length of the first dimension of the model's first input."""
+    return next((one.shape[0] for one in batch if one.dim() and one.numel()), 0)
