@@ -15,7 +15,7 @@ from stepscope.errors import UsageError
 from stepscope.measure.ledger import line_of_code
 from stepscope.planning.fake_step import Fakes
 from stepscope.planning.loss_tape import LossTape
-from stepscope.planning.predict import StepOptions
+from stepscope.planning.predict import StepOptions, run_backward
 
 
 class FakeLoop:
@@ -62,10 +62,15 @@ class FakeLoop:
                 hook.remove()
 
     def end(self, loss: Any) -> None:
-        """End the step, before its backward pass."""
+        """End the step, in place of its backward pass."""
         self._active.close()
-        if not isinstance(loss, Tensor):
-            raise UsageError("the backward pass starts from several tensors", "use one loss")
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise UsageError("the backward pass does not start from one number", "use one loss")
+        if loss.requires_grad:
+            with self.fakes.active():
+                # What is saved for it is no variable of the loop.
+                run_backward(loss)
+        self.model.zero_grad()
         self._tape.end(loss)
 
     @property

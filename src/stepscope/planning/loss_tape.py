@@ -93,16 +93,19 @@ class LossTape(FunctionMode):
         return result
 
     def end(self, loss: Tensor) -> None:
-        """Keep what the loss is computed from, and which tensors the loop still refers to."""
-        if loss not in self._indices or not loss.requires_grad:
-            raise UsageError("the loss is not computed from the outputs of the model", _FIX)
-        self._loss = self._indices[loss]
-        needed, kept = {self._loss}, []
+        """Keep what the loss is computed from, and which tensors the loop still refers to after the
+        backward pass."""
+        self._loss = self._indices.get(loss, -1)
+        needed, kept, from_model = {self._loss}, [], False
         for call in reversed(self._calls):
-            if isinstance(call.function, _Part) or needed.intersection(call.results):
+            is_part, is_needed = isinstance(call.function, _Part), needed & {*call.results}
+            from_model |= is_part and bool(is_needed)
+            if is_part or is_needed:
                 kept.append(call)
                 needed |= {*call.results}
                 needed |= {leaf.index for leaf in _leaves(call.arguments, _Computed)}
+        if not from_model:
+            raise UsageError("the loss is not computed from the outputs of the model", _FIX)
         self._calls = kept[::-1]
         used = {leaf.index for call in kept for leaf in _leaves(call.arguments, _Given)}
         if any(self.given[index].requires_grad for index in used):
