@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stepscope.errors import UsageError
+from stepscope.errors import StepscopeError, UsageError, one_line
 from stepscope.measure.dispatch import FunctionMode
 
 _FIX = "call the model in each step, and `backward()` on a loss of its outputs"
@@ -69,11 +69,12 @@ class LossTape(FunctionMode):
         self._variables: tuple[int, ...] = ()
         self._alive: list[Tensor] = []
         self._within = False
+        self._failure = ""
         self.given: list[Tensor] = []
         """Tensors that no recorded call has computed, and no parameters."""
 
     def call(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, module: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """Call the model, or its part of this name."""
         self._within = True
@@ -95,6 +96,8 @@ class LossTape(FunctionMode):
     def end(self, loss: Tensor) -> None:
         """Keep what the loss is computed from, and which tensors the loop still refers to after the
         backward pass."""
+        if self._failure:
+            raise StepscopeError(f"the loss could not be followed: {self._failure}")
         self._loss = self._indices.get(loss, -1)
         needed, kept, from_model = {self._loss}, [], False
         for call in reversed(self._calls):
@@ -161,10 +164,14 @@ class LossTape(FunctionMode):
         return tree_map(converted, tree)
 
     def _add(self, function: Any, arguments: Any, result: Any) -> None:
-        made = list(_tensors(result))
-        if made:
-            references = tree_map(self._reference, arguments)
-            self._calls.append(_Call(function, references, tuple(map(self._number, made))))
+        """An error must not reach the loop."""
+        try:
+            made = list(_tensors(result))
+            if made:
+                references = tree_map(self._reference, arguments)
+                self._calls.append(_Call(function, references, tuple(map(self._number, made))))
+        except Exception as error:
+            self._failure = self._failure or one_line(error)
 
     def _number(self, made: Tensor) -> int:
         if made not in self._indices:

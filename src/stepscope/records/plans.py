@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from stepscope.records.decoding import Int64
 from stepscope.records.schema import Part
@@ -88,6 +88,23 @@ class Frontier(Part, frozen=True):
     """The device at whose rates times are predicted."""
     ranks: Int64 = 1
     sharding: str = "none"
+
+
+class PlannedStep(Part, frozen=True):
+    """Plans of a recorded step, or of one with a larger batch or a longer context."""
+
+    what: Literal["step", "batch", "context"]
+    size: Int64
+    """Length of the first dimension of the batch, or of the second for a context."""
+    frontier: Frontier
+    plan: Plan | None
+    """The fastest plan that leaves enough of the device's memory; None if there is none."""
+    apply: Application | None
+
+
+ATTACHMENT = "plans"
+"""Attachment of a recorded step, a tuple of `PlannedStep`."""
+Planned = tuple[PlannedStep, ...]
 
 
 class FittedStep(Part, frozen=True):

@@ -20,6 +20,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     timed: int
     traced: int
     memory: bool
+    plans: Literal["auto", "yes", "no"] = "no"
+    """Plan the memory of a step after the recorded ones; auto: if it is on a GPU."""
     stop: bool = False
     """End the script once its steps are recorded."""
     live: bool = False

@@ -73,7 +73,15 @@ def _watcher(order: Order, folder: Path) -> Observer:
     effort = Effort(
         warmup=order.warmup, timed=order.timed, traced=order.traced, memory=order.memory
     )
-    return Watcher(folder, effort, order.name, list(order.words), stop=order.stop, live=order.live)
+    return Watcher(
+        folder,
+        effort,
+        order.name,
+        list(order.words),
+        stop=order.stop,
+        live=order.live,
+        plans=order.plans,
+    )
 
 
 def _run_script(order: Order) -> None:

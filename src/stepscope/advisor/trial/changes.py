@@ -24,7 +24,7 @@ from stepscope.acceleration.train_step import without_cache
 from stepscope.advisor.trial.accelerated import Acceleration
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.calls import Calls
-from stepscope.advisor.trial.first_call import Trained, TrainedCalls
+from stepscope.advisor.scope.trained_calls import Trained, before_first_call
 from stepscope.advisor.trial.following import NO_BACKWARD
 from stepscope.advisor.trial.loop_step import LoopStep
 from stepscope.advisor.trial.optimizers import Optimizers
@@ -101,7 +101,7 @@ class Changes:
 
     def follow_memory_plan(self, plan: str) -> None:
         self._plan = from_json(plan, Application)
-        TrainedCalls(self._first_called).attach()
+        before_first_call(self._first_called)
 
     def accelerate(self, groups: Sequence[str], dtype: str | None = None) -> None:
         if self._acceleration is None:

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 from stepscope.advisor.scope.once_imported import FAILED
 from stepscope.advisor.scope.steps import BackwardCalls
-from stepscope.advisor.trial.first_call import Called, Trained, TrainedCalls
+from stepscope.advisor.scope.trained_calls import (
+    OuterCalls,
+    Trained,
+    available_memory,
+    trained_by,
+)
 from stepscope.errors import StepscopeError, UsageError, one_line
 from stepscope.planning.application import application_of, described
 from stepscope.planning.fit import FakeStep, fastest_within
@@ -36,12 +41,11 @@ class MemoryPlanner:
 
     def __init__(self, folder: Path, budget: int, allow: Collection[Lever]) -> None:
         self._folder, self._budget, self._allow = folder, budget, allow
-        self._calls = TrainedCalls(self._begin)
         self._trained: Trained
         self._loop: FakeLoop | None = None
 
     def attach(self) -> None:
-        self._calls.attach()
+        OuterCalls(self._call).attach()
         BackwardCalls(self._backward_begins, lambda: None).attach()
 
     def write(self) -> None:
@@ -53,21 +57,20 @@ class MemoryPlanner:
                 else "no backward pass was called"
             )
 
-    def _begin(self, trained: Trained) -> Called:
-        with self._ending():
-            device = next((p.device for p in trained.model.parameters()), torch.device("cpu"))
-            self._budget = self._budget or _memory_of(device)
-            self._trained = trained
-            self._loop = FakeLoop(trained.model, trained.optimizer)
-        return self._call
-
     def _call(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        assert self._loop is not None
-        part = self._trained.part(module)
-        if not self._loop.has(part):
+        with self._ending():
+            if self._loop is None and (trained := trained_by(module)) is not None:
+                self._begin(trained)
+        if self._loop is None or not self._loop.has(part := self._trained.part(module)):
             return original(*args, **kwargs)
         with self._ending():
             return self._loop.call(part, args, kwargs)
+
+    def _begin(self, trained: Trained) -> None:
+        device = next((p.device for p in trained.model.parameters()), torch.device("cpu"))
+        self._budget = self._budget or available_memory(device)
+        self._trained = trained
+        self._loop = FakeLoop(trained.model, trained.optimizer)
 
     def _backward_begins(self, roots: Any) -> None:
         if self._loop is None:
@@ -116,12 +119,6 @@ class MemoryPlanner:
     def _exit(self) -> NoReturn:
         sys.stdout.flush()
         os._exit(0)
-
-
-def _memory_of(device: torch.device) -> int:
-    if device.type != "cuda":
-        raise UsageError("a budget of memory is needed on a CPU", "give --budget, such as 60GiB")
-    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def _rows(batch: list[Tensor]) -> int:

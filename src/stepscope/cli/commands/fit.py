@@ -99,7 +99,8 @@ def _show(options: FitOptions, script: Script, planned: FittedStep) -> int:
         log("running the script as it is, then with the plan")
         measured["base"] = measure_unless_too_large(script, options.steps)
     if options.verify:
-        measured["planned"] = measure_script(script, settings_of(planned), options.steps)
+        settings = {} if planned.plan.is_plain else settings_of(planned)
+        measured["planned"] = measure_script(script, settings, options.steps)
     if options.json:
         print(json_line({"fit": planned, "measured": measured}))
     elif measured:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -38,17 +39,14 @@ Called = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any
 """Called in place of a module that the program calls, with the original call and its arguments."""
 
 
-class TrainedCalls:
-    """Watches the calls that a program makes of modules with gradients enabled, until one has
-    parameters of an optimizer. No memory was needed for activations until then."""
+class OuterCalls:
+    """Runs another function in place of the modules that a program calls with gradients enabled,
+    but not of those within them."""
 
-    def __init__(self, begin: Callable[[Trained], Called | None]) -> None:
-        """`begin` is called once the model is known; what it returns, if anything, is called in
-        place of all modules from then on."""
-        self._begin = begin
+    def __init__(self, called: Called) -> None:
+        self._called = called
         self._inside = False
         self._plain: Any = None
-        self._called: Called | None = None
 
     def attach(self) -> None:
         plain = self._plain = nn.Module.__call__
@@ -58,14 +56,7 @@ class TrainedCalls:
                 return plain(module, *args, **kwargs)
             self._inside = True
             try:
-                if self._called is None and (trained := trained_by(module)) is not None:
-                    self._called = self._begin(trained)
-                    if self._called is None:
-                        self.detach()
-                original = partial(plain, module)
-                if self._called is None:
-                    return original(*args, **kwargs)
-                return self._called(module, original, args, kwargs)
+                return self._called(module, partial(plain, module), args, kwargs)
             finally:
                 self._inside = False
 
@@ -73,6 +64,20 @@ class TrainedCalls:
 
     def detach(self) -> None:
         nn.Module.__call__ = self._plain  # type: ignore[method-assign]
+
+
+def before_first_call(begin: Callable[[Trained], None]) -> None:
+    """Call `begin` before a program first calls a module with parameters of an optimizer: no memory
+    was needed for activations until then."""
+
+    def called(module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if (trained := trained_by(module)) is not None:
+            calls.detach()
+            begin(trained)
+        return original(*args, **kwargs)
+
+    calls = OuterCalls(called)
+    calls.attach()
 
 
 def trained_by(module: nn.Module) -> Trained | None:
@@ -99,6 +104,14 @@ def trained_by(module: nn.Module) -> Trained | None:
             "put all that has parameters into one nn.Module",
         )
     return Trained(models[0], optimizers[0])
+
+
+def available_memory(device: torch.device) -> int:
+    """Return the bytes that tensors of this process can have."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().total
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device)
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
