@@ -14,8 +14,8 @@ from torch.nn import functional
 import stepscope
 from stepscope.cli import main
 from stepscope.errors import UsageError
+from stepscope.planning.fake_run import predict_fake
 from stepscope.planning.loop import FakeLoop
-from stepscope.planning.predict import predict_fake
 
 LOOP = """
 import torch
@@ -89,7 +89,7 @@ def test_a_budget_that_is_too_small_names_the_smallest(
     train = script(LOOP.replace("{steps}", "60"))
     assert main(["fit", "--budget", "1MiB", train]) == 1
     (line,) = capfd.readouterr().err.splitlines()
-    assert "below" in line and "the smallest for this step" in line
+    assert "the smallest for this step" in line
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,8 @@ def test_a_step_that_cannot_be_planned_gives_one_line(
 ) -> None:
     assert main(["fit", "--budget", "1GiB", script(text)]) == 1
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("stepscope: the step of train.py was not planned: ") and reason in line
+    assert line.startswith("stepscope: the step of train.py was not planned: ")
+    assert reason in line
 
 
 @pytest.mark.parametrize("words", [(), ("missing.py",), ("--budget", "many", "train.py")])
@@ -131,7 +132,9 @@ class Parts(nn.Module):
         self.embedding, self.body = nn.Embedding(64, 32), nn.Linear(32, 32)
 
 
-def loop_loss(model: Parts, tokens: torch.Tensor, call: Callable[..., torch.Tensor]) -> torch.Tensor:
+def loop_loss(
+    model: Parts, tokens: torch.Tensor, call: Callable[..., torch.Tensor]
+) -> torch.Tensor:
     hidden = call(model.body, call(model.embedding, tokens)).tanh()
     logits = functional.linear(hidden, model.embedding.weight)
     accuracy = logits.argmax(-1).eq(tokens)

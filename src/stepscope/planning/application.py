@@ -62,9 +62,7 @@ def application_of(plan: MemoryPlan) -> Application:
     settings = (
         BlockSettings(**one._asdict() | {"kept": tuple(sorted(one.kept))}) for one in numbers
     )
-    return Application(
-        settings=tuple(settings), blocks=blocks, host_states=bool(plan.host_states)
-    )
+    return Application(settings=tuple(settings), blocks=blocks, host_states=bool(plan.host_states))
 
 
 def described(plan: MemoryPlan) -> Plan:

@@ -137,9 +137,10 @@ class _OnCpu(FunctionMode):
             return arguments[0]
         if function is Tensor.to and len(arguments) > 1 and type(arguments[1]) is int:
             arguments = (arguments[0], _DEVICE, *arguments[2:])
-        arguments, keywords = tuple(map(_cpu_for, arguments)), {
-            name: _cpu_for(value) for name, value in keywords.items()
-        }
+        arguments, keywords = (
+            tuple(map(_cpu_for, arguments)),
+            {name: _cpu_for(value) for name, value in keywords.items()},
+        )
         return function(*arguments, **keywords)
 
 

@@ -6,25 +6,29 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from stepscope.acceleration.train_step_arguments import require_valid
+from stepscope.acceleration.train_step_arguments import Lever, require_valid
 from stepscope.analysis.predict.fit import MARGIN
 from stepscope.analysis.predict.sizes import bytes_of
+from stepscope.display import html_of
 from stepscope.errors import UsageError
 from stepscope.measure.ledger import line_of_code
 from stepscope.planning.application import Applied, application_of, apply_plan, described
+from stepscope.planning.fake_run import LossFunction, MemoryPrediction, StepOptions, predict_fake
 from stepscope.planning.fake_step import Fakes
 from stepscope.planning.frontier import MemoryPlan
 from stepscope.planning.host_states import FakeHostStates
 from stepscope.planning.operators import Rates, known_rates
-from stepscope.planning.picture import frontier_html
-from stepscope.planning.plans import Lever, is_compiled, plans_of, require_allowed
-from stepscope.planning.predict import LossFunction, MemoryPrediction, StepOptions, predict_fake
+from stepscope.planning.plans import is_compiled, plans_of, require_allowed
+from stepscope.records.plans import FittedStep, Frontier, thinned
 from stepscope.report.format import bytes_
 
+_MOST = 40
+"""Plans of a frontier that are shown."""
 _FITTED: WeakKeyDictionary[nn.Module, Fitted] = WeakKeyDictionary()
 """Models that follow a plan."""
 
@@ -40,11 +44,13 @@ class Fitted:
         budget: int,
         rates: Rates,
         applied: Applied,
+        model: str,
     ) -> None:
         self.plan, self.plans = plan, plans
         self.prediction = prediction
         """A run of the full step with the plan; None with compiled blocks."""
         self.budget, self.rates = budget, rates
+        self._model = model
         self._applied: Applied | None = applied
 
     @property
@@ -64,7 +70,8 @@ class Fitted:
         self._applied = None
 
     def _repr_html_(self) -> str:
-        return frontier_html([*map(described, self.plans)], described(self.plan), str(self))
+        chosen = Chosen(self.plan, self.plans, self.prediction)
+        return html_of(chosen.described(self.budget, self.rates, self._model))
 
     def __str__(self) -> str:
         fastest, plan = self.plans[0], self.plan
@@ -122,7 +129,7 @@ def fit(
         compiled = is_compiled(model)
         chosen = fastest_within(fakes, step, limit, rates, compiled=compiled, allow=allow)
     applied = apply_plan(model, optimizer, application_of(chosen.plan))
-    fitted = Fitted(*chosen, limit, rates, applied)
+    fitted = Fitted(*chosen, limit, rates, applied, type(model).__name__)
     _FITTED[model] = fitted
     return fitted
 
@@ -143,6 +150,23 @@ class Chosen(NamedTuple):
     plans: list[MemoryPlan]
     prediction: MemoryPrediction | None
     """A run of the full step with the plan; None with compiled blocks."""
+
+    def described(self, budget: int, rates: Rates, model: str) -> FittedStep:
+        """Return it as plain data; `model` is the name of the model's class."""
+        plan, plans = described(self.plan), map(described, thinned(self.plans, _MOST))
+        assumed: tuple[str, ...] = ()
+        if self.prediction is not None:
+            plan = msgspec.structs.replace(plan, peak=self.prediction.peak.allocated)
+            assumed = self.prediction.assumed
+        return FittedStep(
+            frontier=Frontier(plans=tuple(plans), device=rates.device),
+            budget=budget,
+            plan=plan,
+            apply=application_of(self.plan),
+            model=model,
+            is_estimate=self.prediction is None,
+            assumed=assumed,
+        )
 
 
 def fastest_within(

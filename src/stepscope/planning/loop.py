@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
-from stepscope.acceleration.train_step import without_cache
+from stepscope.acceleration.losses import without_cache
 from stepscope.errors import UsageError
 from stepscope.measure.ledger import line_of_code
+from stepscope.planning.fake_run import StepOptions, run_backward
 from stepscope.planning.fake_step import Fakes
 from stepscope.planning.loss_tape import LossTape
-from stepscope.planning.predict import StepOptions, run_backward
 
 
 class Loop:
@@ -63,9 +63,7 @@ class FakeLoop(Loop):
             self.model, self.optimizer = self.fakes.copy(model, optimizer)
         for name, parameter in model.named_parameters():
             self.fakes.replace(parameter, self.model.get_parameter(name))
-        super().__init__(
-            model, self.model.named_parameters(), converted=self.fakes.converted
-        )
+        super().__init__(model, self.model.named_parameters(), converted=self.fakes.converted)
         self._began = False
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

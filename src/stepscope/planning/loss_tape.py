@@ -73,9 +73,7 @@ class LossTape(FunctionMode):
         self.given: list[Tensor] = []
         """Tensors that no recorded call has computed, and no parameters."""
 
-    def call(
-        self, name: str, module: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    def call(self, name: str, module: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call the model, or its part of this name."""
         self._within = True
         try:

@@ -10,6 +10,8 @@ from stepscope.records.schema import Part
 
 PLANNED = "planned.json"
 """File of a plan that a script's process writes, a `FittedStep`."""
+FAILED = "failed"
+"""File with the reason why there is none."""
 
 
 class BlockSettings(Part, frozen=True, omit_defaults=True):

@@ -13,11 +13,10 @@ from stepscope.advisor.advise.cases import Script
 from stepscope.advisor.advise.interleaved import ScriptOutOfMemoryError, TrialProcess
 from stepscope.advisor.advise.script_trial import order_of
 from stepscope.advisor.inspect.recording import run_observer
-from stepscope.advisor.scope.once_imported import FAILED
 from stepscope.analysis.advice.rules.memory import MEMORY
 from stepscope.errors import StepscopeError
 from stepscope.records.decoding import from_json
-from stepscope.records.plans import PLANNED, FittedStep, MeasuredSteps
+from stepscope.records.plans import FAILED, PLANNED, FittedStep, MeasuredSteps
 
 _TURNS = 3
 

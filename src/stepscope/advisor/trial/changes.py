@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from stepscope.acceleration.changes import checkpoint_blocks, compile_own, one_kernel_attention
-from stepscope.acceleration.train_step import without_cache
+from stepscope.acceleration.losses import without_cache
+from stepscope.advisor.scope.trained_calls import Trained, before_first_call
 from stepscope.advisor.trial.accelerated import Acceleration
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.calls import Calls
-from stepscope.advisor.scope.trained_calls import Trained, before_first_call
 from stepscope.advisor.trial.following import NO_BACKWARD
 from stepscope.advisor.trial.loop_step import LoopStep
 from stepscope.advisor.trial.optimizers import Optimizers

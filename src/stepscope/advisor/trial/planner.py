@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from stepscope.advisor.scope.once_imported import FAILED
+from stepscope.acceleration.train_step_arguments import Lever
 from stepscope.advisor.scope.steps import BackwardCalls
 from stepscope.advisor.scope.trained_calls import (
     OuterCalls,
@@ -24,16 +24,11 @@ from stepscope.advisor.scope.trained_calls import (
     available_memory,
     trained_by,
 )
-from stepscope.errors import StepscopeError, UsageError, one_line
-from stepscope.planning.application import application_of, described
+from stepscope.errors import StepscopeError, one_line
 from stepscope.planning.fit import FakeStep, fastest_within
 from stepscope.planning.loop import FakeLoop
 from stepscope.planning.operators import known_rates
-from stepscope.planning.plans import Lever
-from stepscope.records.plans import PLANNED, FittedStep, Frontier, thinned
-
-_MOST = 40
-"""Plans of a frontier that are kept."""
+from stepscope.records.plans import FAILED, PLANNED, FittedStep
 
 
 class MemoryPlanner:
@@ -76,7 +71,9 @@ class MemoryPlanner:
         if self._loop is None:
             return
         with self._ending():
-            self._loop.end(roots[0] if isinstance(roots, tuple | list) and len(roots) == 1 else roots)
+            self._loop.end(
+                roots[0] if isinstance(roots, tuple | list) and len(roots) == 1 else roots
+            )
             planned = self._planned(self._loop)
             (self._folder / PLANNED).write_bytes(msgspec.json.encode(planned))
         self._exit()
@@ -86,23 +83,15 @@ class MemoryPlanner:
         with loop.fakes.active():
             step = FakeStep(loop.model, loop.optimizer, batch, loop.options)
             chosen = fastest_within(
-                loop.fakes, step, self._budget, rates, compiled=self._trained.compiled, allow=self._allow
+                loop.fakes,
+                step,
+                self._budget,
+                rates,
+                compiled=self._trained.compiled,
+                allow=self._allow,
             )
-        plan = described(chosen.plan)
-        if chosen.prediction is not None:
-            plan = msgspec.structs.replace(plan, peak=chosen.prediction.peak.allocated)
-        return FittedStep(
-            frontier=Frontier(
-                plans=tuple(map(described, thinned(chosen.plans, _MOST))), device=rates.device
-            ),
-            budget=self._budget,
-            plan=plan,
-            apply=application_of(chosen.plan),
-            model=type(self._trained.model).__name__,
-            batch=_rows(batch),
-            is_estimate=chosen.prediction is None,
-            assumed=tuple(loop.fakes.values.assumed),
-        )
+        planned = chosen.described(self._budget, rates, type(self._trained.model).__name__)
+        return msgspec.structs.replace(planned, batch=_rows(batch))
 
     def _failed(self, reason: str) -> None:
         (self._folder / FAILED).write_text(reason)

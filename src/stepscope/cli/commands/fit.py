@@ -78,9 +78,9 @@ def main(words: list[str]) -> int:
 
 def _draw(planned: FittedStep, path: Path) -> None:
     from stepscope.files import replace_file
-    from stepscope.planning.picture import frontier_figure
     from stepscope.report.plots import svg
     from stepscope.report.svg import standalone_svg
+    from stepscope.studies.views.prediction import frontier_figure
 
     figure = frontier_figure(planned.frontier.plans, planned.plan)
     replace_file(path, [standalone_svg(svg(figure)).encode()])

@@ -20,8 +20,8 @@ from stepscope.studies.training.plans import settings_of
 from stepscope.studies.training.shape import model_shape, size_name
 
 if TYPE_CHECKING:
+    from stepscope.planning.fake_run import MemoryPrediction
     from stepscope.records.plans import Plan
-    from stepscope.planning.predict import MemoryPrediction
     from stepscope.studies.own.prediction import ModelPlan
 
 _OF_MODELS = {
@@ -165,9 +165,8 @@ def _predict_models(options: PredictOptions) -> int:
 
 def _predict_plans(options: PredictOptions, steps: list[ModelPlan], budget: int | None) -> int:
     """Print the frontier of each step, of the last one as a figure too."""
-    from stepscope.files import replace_file
     from stepscope.analysis.predict.fit import within
-    from stepscope.planning.picture import frontier_figure
+    from stepscope.files import replace_file
     from stepscope.report.plots import svg
     from stepscope.report.svg import standalone_svg
     from stepscope.report.terminal import print_findings, print_table
@@ -180,7 +179,9 @@ def _predict_plans(options: PredictOptions, steps: list[ModelPlan], budget: int 
         found = frontier_of(step, options.ranks, options.sharding)
         facts.append({**step._asdict(), **view.frontier_facts(found)})
         if options.frontier:
-            figure = frontier_figure(found.plans, None if budget is None else within(found, budget))
+            figure = view.frontier_figure(
+                found.plans, None if budget is None else within(found, budget)
+            )
             replace_file(Path(options.frontier), [standalone_svg(svg(figure)).encode()])
         if not options.json:
             print_findings(view.frontier_findings(str(step), found, budget))

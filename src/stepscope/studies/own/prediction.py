@@ -15,8 +15,8 @@ from stepscope.studies.own.building import build, call, loss_of
 if TYPE_CHECKING:
     import torch
 
+    from stepscope.planning.fake_run import MemoryPrediction, StepOptions
     from stepscope.planning.fake_step import Fakes
-    from stepscope.planning.predict import MemoryPrediction, StepOptions
 
 
 class ModelPlan(NamedTuple):
@@ -51,8 +51,8 @@ def _fake_step(plan: ModelPlan) -> Iterator[_FakeStep]:
 
     from stepscope.acceleration.changes import checkpoint_blocks
     from stepscope.measure.ledger import line_of_code
+    from stepscope.planning.fake_run import StepOptions
     from stepscope.planning.fake_step import Fakes
-    from stepscope.planning.predict import StepOptions
     from stepscope.studies.training.parts import make_optimizer
 
     known = precision(plan.dtype)
@@ -84,7 +84,7 @@ def _fake_step(plan: ModelPlan) -> Iterator[_FakeStep]:
 
 def predict_model(plan: ModelPlan) -> MemoryPrediction:
     """Build the model with fake tensors and predict the memory of its step."""
-    from stepscope.planning.predict import predict_fake
+    from stepscope.planning.fake_run import predict_fake
 
     with _fake_step(plan) as step:
         return predict_fake(*step)

@@ -13,15 +13,16 @@ from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction
 from stepscope.records.memory import OPTIMIZER, PARAMETERS, SAVED, PhasePeak, saved_bytes
 from stepscope.records.plans import FittedStep, Frontier, MeasuredSteps, Plan, thinned
-from stepscope.report.blocks import Cell, Finding, Table, Value
+from stepscope.report.blocks import Cell, Curve, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, duration, percent
 from stepscope.report.tables import col, cols, table
 from stepscope.studies.training.settings import unusual_settings
 
 if TYPE_CHECKING:
-    from stepscope.planning.predict import MemoryPrediction
+    from stepscope.planning.fake_run import MemoryPrediction
 
 _CONTEXT = "; CUDA's context and libraries, 0.5 to 1.5 GiB, come on top in `nvidia-smi`"
+_GIB = 2**30
 _SETTINGS = ("dtype", "attention", "optimizer", "loss", "checkpoint", "mode")
 SECOND_STEP = f"For the second step, which has optimizer state{_CONTEXT}."
 BLOCKS = "Blocks of the allocator, which are up to 1 MiB larger than the request."
@@ -322,6 +323,28 @@ def frontier_facts(found: Frontier) -> dict[str, Any]:
         "ranks": found.ranks,
         "sharding": found.sharding,
     }
+
+
+def frontier_figure(plans: Sequence[Plan], chosen: Plan | None) -> Figure:
+    """The plans, the step as it is, and the plan within a budget."""
+    curves = [_curve("plans", plans), _curve("as it is", plans[:1])]
+    if chosen is not None:
+        curves.append(_curve("within the budget", [chosen]))
+    return Figure(
+        name="predicted-frontier",
+        title="Time against memory",
+        curves=tuple(curves),
+        x_label="predicted peak, GiB",
+        y_label="predicted step, ms",
+    )
+
+
+def _curve(label: str, plans: Sequence[Plan]) -> Curve:
+    return Curve(
+        label=label,
+        x=tuple(plan.peak / _GIB for plan in plans),
+        y=tuple(1e3 * plan.seconds for plan in plans),
+    )
 
 
 def frontier_table(found: Frontier, most: int = 12) -> Table:
