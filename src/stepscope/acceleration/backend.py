@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule
@@ -30,6 +31,7 @@ from stepscope.errors import UsageError, one_line
 _log = logging.getLogger(__name__)
 _COMPILERS = {
     "inductor": torch_internals.compile_with_inductor,
+    "inductor-cudagraphs": partial(torch_internals.compile_with_inductor, cudagraphs=True),
     "aot_eager": torch_internals.compile_with_aot_eager,
 }
 PASSES = (head_loss.NAME, attention.NAME, *linears.NAMES)
@@ -82,9 +84,10 @@ def backend(
 ) -> torch_internals.Compiled:
     """Compile one graph of Dynamo's: the backend that `torch.compile` calls.
 
-    Options: `compiler` ("inductor" or "aot_eager"), `passes` (False: none, or names of `PASSES`),
-    `regions` (False: one), `kernels` (True or False: whether attention kernels are used, otherwise
-    by device), `copies` (`WeightCopies` that an optimizer writes) and `fp8` (`Fp8Layers`).
+    Options: `compiler` ("inductor", "inductor-cudagraphs" or "aot_eager"), `passes` (False: none,
+    or names of `PASSES`), `regions` (False: one), `kernels` (True or False: whether attention
+    kernels are used, otherwise by device), `copies` (`WeightCopies` that an optimizer writes) and
+    `fp8` (`Fp8Layers`).
     """
     return compiled_graph(module, inputs, _checked(options or {}))[0]
 
