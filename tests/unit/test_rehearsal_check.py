@@ -153,13 +153,7 @@ def test_concurrent_work_takes_longer_and_delays_messages() -> None:
         queue = ContendedQueue(1.5, 0.5)
         return replay(recording(ready), "overlap", slow, upkeep=Upkeep(pack=2.0), queue=queue)
 
-    result = replay(
-        recording([60.0, 30.0, 20.0]),
-        "overlap",
-        slow,
-        upkeep=upkeep,
-        queue=ContendedQueue(1.5, 0.5),
-    )
+    result = contended(60.0, 30.0, 20.0)
     # At 50 nothing is in flight: 2 ms. At 62 a message is until 63: 3 ms, and it ends at 64.
     assert [(m.ready, m.start, m.end) for m in result.messages] == [
         (52, 52, 64),
@@ -168,12 +162,6 @@ def test_concurrent_work_takes_longer_and_delays_messages() -> None:
     ]
     # The third gradient is ready at 95, when nothing is in flight.
     assert result.backward_end == 97.0
-    queue = replay(
-        recording([23.0, 22.0, 20.0]),
-        "overlap",
-        slow,
-        upkeep=upkeep,
-        queue=ContendedQueue(1.5, 0.5),
-    )
+    queue = contended(23.0, 22.0, 20.0)
     # Two messages, one of them still queued, are both delayed by a ms.
     assert [(m.start, m.end) for m in queue.messages] == [(52, 65), (65, 76), (76, 87)]
