@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from stepscope.errors import UsageError
 from stepscope.measure.ledger import line_of_code
+from stepscope.planning.fake_run import StepOptions
 from stepscope.planning.fake_step import Fakes
 from stepscope.planning.frontier import MemoryPlan
 from stepscope.planning.operators import known_rates
 from stepscope.planning.plans import plans_of
-from stepscope.planning.predict import StepOptions
 from stepscope.planning.ranks import ONE_RANK, Ranks
 from stepscope.planning.simulated_bytes import WORKSPACE
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from stepscope.advisor.inspect.progress import CHILD_STEPPED, Progress, write_progress
 from stepscope.advisor.scope.following import StepFollower
@@ -34,13 +34,14 @@ class Watcher(StepFollower):
         *,
         stop: bool,
         live: bool = False,
+        plans: Literal["auto", "yes", "no"] = "no",
     ) -> None:
         super().__init__()
         self._folder = folder
         self._effort = effort
         self._name, self._words = name, words
         self._stop = stop
-        self._wants_live = live
+        self._wants_live, self._plans = live, plans
         self._live: LiveTimes | None = None
         """Times all steps for a live view, also after the recording."""
         self._recorder: Recorder | None = None
@@ -150,7 +151,7 @@ class Watcher(StepFollower):
         if not self._searched:
             self._search(recorder)
         recorder.edge()
-        if recorder.done:
+        if recorder.done and not self._plan(recorder):
             self._conclude()
 
     def _time_live(self) -> None:
@@ -200,6 +201,29 @@ class Watcher(StepFollower):
     def _use(self, models: Sequence[Any], recorder: Recorder) -> None:
         optimizers = tuple(self._finder.optimizers.values())
         recorder.use(models, optimizers, self._finder.parameters)
+
+    def _plan(self, recorder: Recorder) -> bool:
+        """Watch one more step to plan its memory; return False if that is not wanted or not
+        possible."""
+        if self._plans == "no" or (self._plans == "auto" and recorder.device.kind != "cuda"):
+            return False
+        if self._failure or not recorder.times or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return False
+        if len(recorder.models) != 1 or len(recorder.optimizers) != 1:
+            recorder.notes["plans_missing"] = "the program trains several models"
+            return False
+        from stepscope.advisor.scope.loop_plans import LoopPlans
+        from stepscope.advisor.scope.trained_calls import Trained
+
+        def planned() -> None:
+            recorder.plans = plans.planned
+            if plans.failure:
+                recorder.notes["plans_missing"] = plans.failure
+            self._guarded(self._conclude)
+
+        plans = LoopPlans(Trained(recorder.models[0], recorder.optimizers[0]), planned)
+        plans.attach()
+        return True
 
     def _conclude(self) -> None:
         self._write()

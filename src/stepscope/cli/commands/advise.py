@@ -84,6 +84,9 @@ class AdviseOptions(AnswerOptions, frozen=True, kw_only=True):
     new_recording: bool = False
     """Record the steps of the script even if they were recorded in the last half hour, by `inspect`
     or `advise`, and no file has changed since."""
+    plans: Literal["auto", "yes", "no"] = "auto"
+    """Predict time against memory of the script's step, and plan a larger batch; auto: on a
+    GPU."""
     loss_steps: int = 20
     """Least number of steps over which the losses with and without a change are compared."""
     warmup: int = 5
@@ -247,7 +250,7 @@ def _advise_script(
         run, new = _find_run(options, store, [request], words)
         recorded = [] if new else [one for one in store.records(run.id) if one.study == STUDY_NAME]
         step: RecordedStep | None = None
-        order = order_of(script, timed=10, traced=3, memory=True, stop=True)
+        order = order_of(script, timed=10, traced=3, memory=True, stop=True, plans=options.plans)
         reused = None if recorded else _recent(store, order, options)
         if reused is None and not recorded:
             log(f"recording a few steps of {target}")

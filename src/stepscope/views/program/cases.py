@@ -45,7 +45,6 @@ class RecordedStep(msgspec.Struct, frozen=True, kw_only=True):
     compile: str = "no"
     optimizer: str = ""
     batch: int | None = None
-    warmup: int = 0
 
     @property
     def program(self) -> str:
