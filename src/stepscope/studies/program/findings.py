@@ -25,11 +25,13 @@ from stepscope.studies.program.rows import (
 from stepscope.studies.trace.findings import HOST_LIMITS_FROM, TRACED_APART, trace_findings
 from stepscope.studies.views.builders import ids
 from stepscope.studies.views.energy import energy_finding
+from stepscope.studies.views.prediction import planned_findings
 
 _MISSING = {
     "trace_missing": "The steps were not traced",
     "traced_fewer": "Fewer steps were traced than requested",
     "memory_missing": "There is no memory breakdown",
+    "plans_missing": "The memory of the step was not planned",
     "snapshot_missing": "No memory snapshot was taken",
     "recording_failed": "The recording failed",
     "cut_short": "The recording is incomplete",
@@ -47,6 +49,7 @@ def inspected_findings(ranks: Sequence[ProgramRecord]) -> tuple[Finding, ...]:
         *_ranks(ranks),
         *_trace(lead),
         *memory_finding(lead),
+        *planned_findings(lead.plans),
         *rate_finding(lead),
         *_no_ceilings(lead),
         *energy_finding(lead.record, lead.name),

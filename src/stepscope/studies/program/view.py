@@ -23,6 +23,7 @@ from stepscope.studies.trace.view import (
     timeline_block,
 )
 from stepscope.studies.views.flame import flame_blocks
+from stepscope.studies.views.prediction import planned_blocks
 
 
 def inspected_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
@@ -65,11 +66,12 @@ def trace_parts(lead: ProgramRecord, name: str) -> tuple[Block, ...]:
 def account_blocks(lead: ProgramRecord) -> tuple[Block, ...]:
     account = lead.account
     if account is None or not account.phases:
-        return ()
+        return planned_blocks(lead.plans)
     return (
         stack_figure(account),
         account_table(account),
         *([saved_table(account, "Saved for backward, the largest first")] if account.saved else []),
+        *planned_blocks(lead.plans),
     )
 
 
