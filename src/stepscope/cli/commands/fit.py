@@ -64,8 +64,7 @@ def main(words: list[str]) -> int:
     if options.frontier is not None:
         require_writable(options.frontier, "give another path with --frontier")
     script = Script(target=target, module=options.module, words=tuple(rest))
-    allow = ("host-states",) if options.host_states else ()
-    planned = plan_script(script, budget, allow)
+    planned = plan_script(script, budget, host_states=options.host_states)
     if options.frontier is not None:
         _draw(planned, options.frontier)
     show_plan(script, planned, verify=options.verify, as_json=options.json, steps=options.steps)
