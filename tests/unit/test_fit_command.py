@@ -18,7 +18,7 @@ from stepscope.planning.fake_run import predict_fake
 from stepscope.planning.loop import FakeLoop
 from stepscope.planning.simulated_bytes import WORKSPACE
 from stepscope.records.jsonl import read_records
-from stepscope.studies.program.rows import ProgramRecord
+from stepscope.views.program.rows import ProgramRecord
 
 LOOP = """
 import torch

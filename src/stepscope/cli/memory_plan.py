@@ -18,7 +18,7 @@ def show_plan(
 ) -> None:
     """Print the plan; measure it if it is to be verified."""
     from stepscope.report.terminal import print_findings, print_table
-    from stepscope.studies.views import prediction as view
+    from stepscope.views import prediction as view
 
     if not as_json:
         print_findings(view.fitted_findings(planned))

@@ -14,8 +14,8 @@ from stepscope.report.html import html_frame
 from stepscope.report.plots import svg
 from stepscope.report.svg import standalone_svg
 from stepscope.studies.page import make_page
-from stepscope.studies.views.comparison import comparison_table
-from stepscope.studies.views.prediction import fitted_findings, fitted_table, frontier_figure
+from stepscope.views.comparison import comparison_table
+from stepscope.views.prediction import fitted_findings, fitted_table, frontier_figure
 
 
 @singledispatch

@@ -75,7 +75,7 @@ def _draw(planned: FittedStep, path: Path) -> None:
     from stepscope.files import replace_file
     from stepscope.report.plots import svg
     from stepscope.report.svg import standalone_svg
-    from stepscope.studies.views.prediction import frontier_figure
+    from stepscope.views.prediction import frontier_figure
 
     figure = frontier_figure(planned.frontier.plans, planned.plan)
     replace_file(path, [standalone_svg(svg(figure)).encode()])

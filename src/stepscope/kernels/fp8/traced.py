@@ -33,7 +33,8 @@ class Settings(NamedTuple):
     transposed: bool
     """The weight is stored as (d, rows)."""
     casts_again: bool
-    """The input is saved in its own dtype anyway: the backward pass casts it again."""
+    """The backward pass has the input in its own dtype, or computes it again, and casts it again:
+    nothing is saved in FP8."""
 
 
 def settings_of(recipe: Recipe, transposed: bool, casts_again: bool) -> Settings:
@@ -81,7 +82,9 @@ class _Linear(torch.autograd.Function):
         settings: Settings,
     ) -> Tensor:
         rows, _, scales = _cast(x, largest_of_rows(x), E4M3, True, False)
-        out = _matmul(rows, scales[_INVERSE], values, inverse, bias, x.dtype, settings.fast_forward)
+        out: Tensor = _matmul(
+            rows, scales[_INVERSE], values, inverse, bias, x.dtype, settings.fast_forward
+        )
         in_dtype = settings.casts_again or settings.weight_gradient == BF16
         ctx.save_for_backward(values, inverse, x if in_dtype else rows, scales)
         ctx.settings, ctx.dtype, ctx.slot = settings, x.dtype, slot.dtype

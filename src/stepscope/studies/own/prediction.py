@@ -10,7 +10,7 @@ from stepscope.analysis.predict.fit import within
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
 from stepscope.records.plans import Frontier, Plan
-from stepscope.studies.own.building import build, call, loss_of
+from stepscope.training.building import build, call, loss_of
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ def _fake_step(plan: ModelPlan) -> Iterator[_FakeStep]:
     from stepscope.measure.ledger import line_of_code
     from stepscope.planning.fake_run import StepOptions
     from stepscope.planning.fake_step import Fakes
-    from stepscope.studies.training.parts import make_optimizer
+    from stepscope.training.parts import make_optimizer
 
     known = precision(plan.dtype)
     if known.fp8 or known.master or known.narrow_stream:
