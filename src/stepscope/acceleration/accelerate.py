@@ -42,6 +42,7 @@ from stepscope.acceleration.replacement import (
     rows_of,
 )
 from stepscope.acceleration.report import FP8, Report, excluded
+from stepscope.acceleration.sharded.units import has_units, is_compilable, why_not_compiled
 from stepscope.acceleration.unrecognized import mixtures_of_experts
 from stepscope.errors import UsageError
 from stepscope.kernels.fp8.layers import Fp8Layers
@@ -138,7 +139,7 @@ def accelerate(
     report = Report(type(inner).__name__)
     kinds = {parameter.device.type for parameter in inner.parameters()}
     report.on_cpu = kinds == {"cpu"} and not is_interpreted()
-    if compile and not _is_sharded(inner):
+    if compile and (not _is_sharded(inner) or is_compilable(inner)):
         options = dict(compile) if isinstance(compile, Mapping) else {}
         _compile(inner, optimizer, options, compute, patterns, report, fp8)
         if sample is not None:
@@ -185,7 +186,7 @@ def _compile(
     if fp8 is not None:
         _use_fp8(model, copies, fp8, report)
     # Without an update that writes them, the casts stay in the graph.
-    given = copies if fused or fp8 is not None else None
+    given = copies if (fused or fp8 is not None) and not has_units(model) else None
     report.compilation = Compilation(model, report, options, dtype, patterns, given, fp8)
     _ACCELERATED.add(model)
     report.on_undo(lambda: _ACCELERATED.discard(model))
@@ -322,6 +323,8 @@ def _find(
 
     if _is_sharded(model):
         reason = "its parameters are sharded: accelerate the model before it is sharded"
+        if has_units(model):
+            reason = why_not_compiled(model) or f"{reason}, or with compile=True"
         report.leave(Left("model", "", reason))
         return
 

@@ -26,6 +26,7 @@ from stepscope.acceleration.regions import (
     hoist_views,
     region_numbers,
 )
+from stepscope.acceleration.sharded.unit_calls import require_no_calls
 from stepscope.errors import UsageError, one_line
 
 _log = logging.getLogger(__name__)
@@ -136,6 +137,7 @@ def compiled_graph(
             # What cannot be traced again, rewritten or split is compiled as Dynamo gave it.
             failure = one_line(error)
     if failure is not None:
+        require_no_calls(module, failure)
         compiled, report = compile_region(module, inputs), GraphReport(failure=failure)
         comparison = Comparison.of_one(module, compiled, inputs)
     _reports.latest.append(report)
