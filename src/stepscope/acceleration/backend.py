@@ -26,7 +26,7 @@ from stepscope.acceleration.regions import (
     hoist_views,
     region_numbers,
 )
-from stepscope.acceleration.sharded.unit_calls import require_no_calls
+from stepscope.acceleration.sharded.unit_calls import defer_masks, require_no_calls
 from stepscope.errors import UsageError, one_line
 
 _log = logging.getLogger(__name__)
@@ -151,6 +151,7 @@ def _rewritten(
     fakes = torch_internals.fake_inputs(module, inputs)
     traced = torch_internals.retraced(module, fakes)
     hoist_views(traced)
+    defer_masks(traced)
     torch_internals.note_names(traced)
     original = GraphModule(traced, copy.deepcopy(traced.graph))
     numbers_as_tensors(traced.graph)

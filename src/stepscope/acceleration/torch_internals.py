@@ -150,6 +150,11 @@ class Break(NamedTuple):
     reason: str
 
 
+def in_backward() -> bool:
+    """Return whether a backward pass runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def graph_breaks() -> list[Break]:
     """Return what Dynamo could not trace so far, in this process."""
     return [_break(one) for one in dynamo_utils.graph_break_reasons]

@@ -11,11 +11,12 @@ accumulation, checkpointing, meshes of several dimensions) works as without it. 
 units in them as single operators (`unit_calls`).
 
 A comparison runs on each rank by itself, on its own batch. Ranks agree on the form, and on what
-differs, in the first call of each form: a pass that one rank takes out is taken out on all.
+differs, in the first calls of each form: a pass that one rank takes out is taken out on all.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -29,7 +30,8 @@ from stepscope.acceleration.compiled import Compilation, CompiledFunction
 from stepscope.acceleration.forward_registry import Layer, add_layer, has_own_forward
 from stepscope.acceleration.replacement import Left
 from stepscope.acceleration.sharded.choice import SharedChoice
-from stepscope.acceleration.sharded.unit_calls import UnitCalls, bare
+from stepscope.acceleration.sharded.deferred import computed
+from stepscope.acceleration.sharded.unit_calls import UnitCalls, bare, is_traced
 from stepscope.acceleration.sharded.units import (
     agreed,
     hooks_of_fsdp,
@@ -39,10 +41,13 @@ from stepscope.acceleration.sharded.units import (
     policy_of,
     runs_forward,
     units_of,
+    within_checkpoint,
 )
-from stepscope.acceleration.torch_internals import compiled_apart, tracing_settings
+from stepscope.acceleration.torch_internals import compiled_apart, in_backward, tracing_settings
 from stepscope.torch_tools.capturing import is_capturing
 
+_CALLS_COMPARED = 2
+"""Calls in which everything is compared: the function in the first, the units in the second."""
 _ELSEWHERE = "it differs from the original on another rank"
 
 
@@ -57,9 +62,9 @@ class Sharded:
         """The function of the model that has run last: the units run in its form."""
         self.kinds: dict[object, UnitFunction] = {}
         self._layers: dict[nn.Module, Layer] = {}
-        for unit in model.modules():
+        for unit in list(model.modules()):
             if is_unit(unit) and unit is not model:
-                self._add(unit)
+                self._add(within_checkpoint(unit), policy_of(unit))
 
     def undo(self) -> None:
         for layer in self._layers.values():
@@ -70,13 +75,14 @@ class Sharded:
     ) -> WholeFunction:
         return WholeFunction(self, compilation, run, graphs)
 
-    def _add(self, unit: nn.Module) -> None:
-        key = unit if has_own_forward(unit) else _kind_of(unit)
+    def _add(self, unit: nn.Module, policy: Any) -> None:
+        key = unit if has_own_forward(unit) else (*_kind_of(unit), str(policy))
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.leading is None or not torch.is_grad_enabled():
+            if self.leading is None or not torch.is_grad_enabled() or is_traced((args, kwargs)):
                 return self._layers[module].below(*args, **kwargs)
-            return function.call(self.leading.kind, module, *args, **kwargs)
+            kind = AS_IT_IS if self.leading.is_recorded else self.leading.kind
+            return function.call(kind, module, *args, **kwargs)
 
         layer = self._layers[unit] = add_layer(unit, call, self.compilation.owner)
         if key not in self.kinds:
@@ -103,6 +109,8 @@ class _ShardedFunction(CompiledFunction):
     """A function within the hooks of a unit."""
 
     choice: SharedChoice
+    is_recorded = False
+    """It runs as it is, to be compared: units in it, too, which get other arguments later."""
 
     @property
     def owner(self) -> Compilation:
@@ -117,7 +125,11 @@ class _ShardedFunction(CompiledFunction):
         if not calls:
             return super()._first_call(args, kwargs)
         with calls.recorded():
-            output = self._as_it_is(*args, **kwargs)
+            self.is_recorded = True
+            try:
+                output = self._as_it_is(*args, **kwargs)
+            finally:
+                self.is_recorded = False
             with calls.replayed():
                 self._compared_as_equal(args, kwargs)
         return output
@@ -158,11 +170,19 @@ class UnitFunction(_ShardedFunction):
         super().__init__(compilation, run, (False,))
         self.count = 0
         self._within_units: dict[nn.Module, UnitCalls] = {}
+        self._ran_compiled = False
+        self._used: dict[nn.Module, Callable[..., Any]] = {}
+        """What has run in the last forward of each unit."""
 
     def call(self, kind: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call the forward of a unit in this form."""
-        self.kind, self._module, self.is_used = kind, module, True
-        return self(module, *args, **kwargs)
+        """Call the forward of a unit in this form; a checkpointed segment runs again as it did."""
+        self._module = module
+        if in_backward() and module in self._used:
+            return self._used[module](module, *args, **kwargs)
+        self.kind, self.is_used = kind, True
+        output = self(module, *args, **kwargs)
+        self._used[module] = self._variant()[0] if self._ran_compiled else self._as_it_is
+        return output
 
     def _calls(self) -> UnitCalls:
         if self._module not in self._within_units:
@@ -170,9 +190,14 @@ class UnitFunction(_ShardedFunction):
             self._within_units[self._module] = UnitCalls(units)
         return self._within_units[self._module]
 
+    def _settings(self, kind: str) -> dict[str, Any]:
+        # Weights are gathered and gradients reduced for all of a unit.
+        return super()._settings(kind) | {"regions": False}
+
     @contextmanager
     def _within(self, *, compiled: bool) -> Iterator[None]:
         calls = self._calls()
+        self._ran_compiled = compiled
         if not (compiled and calls):
             # A compiled block is called as it is: the settings of the whole function last.
             yield
@@ -199,7 +224,7 @@ class WholeFunction(_ShardedFunction):
     ) -> None:
         super().__init__(compilation, run, graphs)
         self._sharded = sharded
-        self._known: set[str] = set()
+        self._calls_in: Counter[str] = Counter()
         self._unit_calls = UnitCalls(units_of(self._module, itself=False))
         self.choice = SharedChoice(
             graphs, clock_of(compilation.device), self._key,
@@ -214,9 +239,10 @@ class WholeFunction(_ShardedFunction):
         if is_unit(self._module) and not runs_forward(self._module):
             return self._through_hooks(args, kwargs)
         output = super().__call__(*args, **kwargs)
-        if self.kind != AS_IT_IS and self.kind not in self._known and not is_capturing():
-            self._known.add(self.kind)
-            self._sharded.agree(self)
+        if self.kind != AS_IT_IS and not is_capturing():
+            self._calls_in[self.kind] += 1
+            if self._calls_in[self.kind] == _CALLS_COMPARED:
+                self._sharded.agree(self)
         return output
 
     def _through_hooks(self, args: Any, kwargs: Any) -> Any:
@@ -253,15 +279,17 @@ def _kind_of(unit: nn.Module) -> tuple[object, ...]:
     weights = tuple(
         (name, tuple(x.shape), x.dtype, x.requires_grad) for name, x in unit.named_parameters()
     )
-    return type(unit), parts, weights, str(policy_of(unit))
+    return type(unit), parts, weights
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = computed((args, kwargs))
     return type(module).forward(module, *args, **kwargs)
 
 
 def _below(layer: Layer) -> Callable[..., Any]:
     def run(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = computed((args, kwargs))
         return layer.below(*args, **kwargs)
 
     return run

@@ -22,8 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from stepscope.acceleration.sharded.deferred import (
+    Computation,
+    Deferred,
+    computation_of,
+    computed,
+)
 from stepscope.acceleration.sharded.units import policy_of, units_of
 from stepscope.acceleration.torch_internals import is_fake, mode_of
 
@@ -40,15 +46,17 @@ class _Arguments(NamedTuple):
     unit: int
     tree: TreeSpec
     constants: tuple[Any, ...]
-    """Values by position; `Tensor` and `int` where the operator has them."""
+    """Values by position; `Tensor` and `int` where the operator has them, or a `Computation`."""
 
     def values(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:
-        given, lengths = iter(tensors), iter(numbers)
-        kinds: dict[Any, Iterator[Any]] = {Tensor: given, int: lengths}
-        leaves = [
-            next(kinds[one]) if isinstance(one, type) else one for one in self.constants
-        ]
-        return tree_unflatten(leaves, self.tree)
+        given: dict[Any, Iterator[Any]] = {Tensor: iter(tensors), int: iter(numbers)}
+
+        def value(one: Any) -> Any:
+            if isinstance(one, Computation):
+                return Deferred(one.compute, tuple(next(given[kind]) for kind in one.kinds))
+            return next(given[one]) if isinstance(one, type) else one
+
+        return tree_unflatten([value(one) for one in self.constants], self.tree)
 
 
 class UnitCalls:
@@ -165,14 +173,51 @@ def call_unit(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     kinds = tuple(_kind(x) for x in leaves)
     tensors = [x for x, kind in zip(leaves, kinds, strict=True) if kind is Tensor]
     lengths = [x for x, kind in zip(leaves, kinds, strict=True) if kind is int]
-    arguments = _Arguments(number, tree, kinds)
-    if arguments not in _calls:
-        _calls.append(arguments)
-    call = _calls.index(arguments)
+    call = _number_of(_Arguments(number, tree, kinds))
     outputs = torch.ops.stepscope.unit(tensors, lengths, call)
     structure, constants = _structures[call]
     made = iter(outputs)
     return tree_unflatten([next(made) if x is Tensor else x for x in constants], structure)
+
+
+def _number_of(arguments: _Arguments) -> int:
+    """Return the number that the operator has for these."""
+    if arguments not in _calls:
+        _calls.append(arguments)
+    return _calls.index(arguments)
+
+
+def defer_masks(module: GraphModule) -> None:
+    """Let units compute their masks."""
+    known: dict[Node, tuple[Computation, list[Node]] | None] = {}
+    for node in [x for x in module.graph.nodes if is_unit_call(x)]:
+        tensors, lengths, call = node.args
+        given = {Tensor: iter(tensors), int: iter(lengths)}
+        arguments = _calls[call]
+        made: dict[Any, list[Any]] = {Tensor: [], int: []}
+        constants = []
+        for one in arguments.constants:
+            if not isinstance(one, type):
+                constants.append(one)
+                continue
+            value = next(given[one])
+            if isinstance(value, Node) and value not in known:
+                known[value] = computation_of(module, value)
+            found = known.get(value)
+            constants.append(one if found is None else found[0])
+            sources = [(one, value)] if found is None else zip(found[0].kinds, found[1], strict=True)
+            for kind, source in sources:
+                made[kind].append(source)
+        node.args = (made[Tensor], made[int], _number_of(
+            arguments._replace(constants=tuple(constants))))  # fmt: skip
+        _structures[node.args[2]] = _structures[call]
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def is_traced(arguments: Any) -> bool:
+    """Return whether a graph around this call is traced: on fake tensors."""
+    return any(map(is_fake, tree_leaves(arguments)))
 
 
 def _kind(leaf: Any) -> Any:
@@ -217,6 +262,7 @@ def run_unit(tensors: Sequence[Tensor], lengths: Sequence[int], call: int) -> li
 
 def _fake_call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     unit = _units[number]
+    args, kwargs = computed((args, kwargs))
     within = UnitCalls(units_of(unit, itself=False))
     mode = mode_of(tree_flatten((args, kwargs))[0])
     policy = policy_of(unit)
@@ -288,5 +334,6 @@ def as_direct_call(region: GraphModule) -> Callable[..., Any] | None:
 
 def require_no_calls(module: GraphModule, failure: str) -> None:
     """Raise if a graph that is compiled as one, for this reason, calls units."""
-    if any(map(is_unit_call, module.graph.nodes)):
+    graphs = (one.graph for one in module.modules() if isinstance(one, GraphModule))
+    if any(is_unit_call(node) for graph in graphs for node in graph.nodes):
         raise NotSingleError(f"it calls sharded parts, and its graph cannot be split: {failure}")

@@ -48,6 +48,13 @@ def own_modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from own_modules(child)
 
 
+def within_checkpoint(unit: nn.Module) -> nn.Module:
+    """Return the module whose forward a unit runs: not that of torch's `checkpoint_wrapper`, within
+    which a compiled part is computed again."""
+    inner = getattr(unit, "_checkpoint_wrapped_module", None)
+    return unit if inner is None else inner
+
+
 def state_of(unit: nn.Module) -> Any:
     return unit._get_fsdp_state()  # type: ignore[operator]
 
