@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 _TENSOR_PARALLEL = (
-    "its parameters are DTensors within a unit (tensor parallelism): collectives are operators there"
+    "some of its parameters are DTensors also in a forward (tensor parallelism), where each operator"
+    " communicates"
 )
 
 
@@ -91,34 +92,21 @@ def mesh_groups(model: nn.Module) -> list[Any]:
     return []
 
 
-def is_compilable(model: nn.Module) -> bool:
-    """Return whether a model is sharded in a way that the graph backend can compile."""
-    return has_units(model) and why_not_compiled(model) is None
-
-
 def why_not_compiled(model: nn.Module) -> str | None:
-    """Return why a sharded model stays as it is, if so."""
+    """Return why parameters of a model, sharded by whatever means, stay as they are, if so."""
     tensor = sys.modules.get("torch.distributed.tensor")
     if tensor is None:
         return None
-    sharded = {
-        id(one.sharded_param)
+    of_fsdp = {
+        id(one)
         for unit in model.modules()
         if is_unit(unit)
         for group in _parameter_groups(unit)
-        for one in group.fsdp_params
-        if not one.is_dtensor
+        for p in group.fsdp_params
+        if not p.is_dtensor
+        for one in (p.sharded_param, getattr(p, "_unsharded_param", None))
     }
-    gathered = {
-        id(getattr(one, "_unsharded_param", None))
-        for unit in model.modules()
-        if is_unit(unit)
-        for group in _parameter_groups(unit)
-        for one in group.fsdp_params
-    }
-    others = (
-        p for p in model.parameters() if id(p) not in sharded and id(p) not in gathered
-    )
+    others = (p for p in model.parameters() if id(p) not in of_fsdp)
     return _TENSOR_PARALLEL if any(isinstance(p, tensor.DTensor) for p in others) else None
 
 
