@@ -159,6 +159,7 @@ def trained(world: World, case: Case, steps: int = STEPS, **accelerated: Any) ->
         step = stepscope.TrainStep(wrapped, optimizer, loss_fn=loss_of, graph="off")
     result = Result([], [], {})
     for number in range(steps):
+        world.step(number)
         loss = 0.0
         for part in range(case.accumulate):
             ids = batch(case, number * case.accumulate + part, world.rank, world.device)

@@ -23,7 +23,7 @@ from small_decoder import Decoder, adamw, decoder
 from stepscope.acceleration import choice, compiled
 from stepscope.parallel import Limits, World, launch
 
-LIMITS = Limits(start=120.0, step=240.0, beat=120.0, total=600.0)
+LIMITS = Limits(start=120.0, step=240.0, beat=120.0, total=900.0)
 CPU = torch.device("cpu")
 Results = dict[str, Result]
 
@@ -133,6 +133,7 @@ def some_steps(
     """All ranks have the same batch: their number does not change the losses."""
     losses = []
     for step in steps:
+        world.step(step)
         loss = model(*batch(CASES["fsdp2"], step, 0, world.device))
         loss.backward()
         optimizer.step()
