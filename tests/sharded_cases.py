@@ -121,7 +121,6 @@ CASES = {
 FOUR = {"fsdp2": Case(fsdp2), "hybrid": Case(hybrid)}
 
 
-
 def batch(case: Case, step: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the batch of a rank."""
     generator = torch.Generator().manual_seed(100 * rank + step)

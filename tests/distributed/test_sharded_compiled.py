@@ -248,5 +248,3 @@ def tensor_parallel(world: World) -> str:
 
 def test_tensor_parallel_models_are_left(facts: list[dict[str, Any]]) -> None:
     assert "tensor parallelism" in facts[0]["tensor parallel"]
-
-

@@ -42,6 +42,7 @@ from stepscope.acceleration.replacement import (
     rows_of,
 )
 from stepscope.acceleration.report import FP8, Report, excluded
+from stepscope.acceleration.sharded.functions import ShardedFunctions
 from stepscope.acceleration.sharded.units import has_units, why_not_compiled
 from stepscope.acceleration.unrecognized import mixtures_of_experts
 from stepscope.errors import UsageError
@@ -192,7 +193,9 @@ def _compile(
         _use_fp8(model, copies, fp8, report)
     # Without an update that writes them, the casts stay in the graph.
     given = copies if (fused or fp8 is not None) and not has_units(model) else None
-    report.compilation = Compilation(model, report, options, dtype, patterns, given, fp8)
+    report.compilation = Compilation(
+        model, report, options, dtype, patterns, given, fp8, ShardedFunctions
+    )
     _ACCELERATED.add(model)
     report.on_undo(lambda: _ACCELERATED.discard(model))
     report.on_undo(report.compilation.undo)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +42,6 @@ from stepscope.torch_tools.derivatives import transforms_active
 from stepscope.torch_tools.module_hooks import has_global_hooks
 from stepscope.version import __version__
 
-if TYPE_CHECKING:
-    from stepscope.acceleration.sharded.functions import Sharded
-
 PIECE = "compile"
 _MAX_COMPARISONS = 16
 """Comparisons of one function: lengths may change in every call."""
@@ -56,6 +53,16 @@ def compilation_of(model: nn.Module) -> Compilation | None:
     """Return what `accelerate` set up for a model, if it was accelerated with `compile`."""
     found = (getattr(owner, "compilation", None) for owner in layer_owners(model))
     return next((one for one in found if one is not None and one.model is model), None)
+
+
+class Sharded(Protocol):
+    """What makes the functions of a model in FSDP2."""
+
+    def function(
+        self, compilation: Compilation, run: Callable[..., Any], graphs: Iterable[bool]
+    ) -> CompiledFunction: ...
+
+    def undo(self) -> None: ...
 
 
 class Compilation:
@@ -70,6 +77,7 @@ class Compilation:
         exclude: Iterable[str | type[nn.Module]] = (),
         copies: WeightCopies | None = None,
         fp8: Fp8Layers | None = None,
+        sharded: Callable[[Compilation], Sharded] | None = None,
     ) -> None:
         self.model, self.dtype = model, dtype
         self.copies, self.fp8 = copies, fp8
@@ -83,7 +91,7 @@ class Compilation:
         self.options = given | {"copies": copies, "fp8": fp8}
         self.passes = tuple(name for name in Graphs(**self.options).passes if name not in patterns)
         self.functions: list[CompiledFunction] = []
-        self.owner = owner
+        self.owner, self._make_sharded = owner, sharded
         self._sharded: Sharded | None = None
         self._forward: CompiledFunction | None = None
         self.in_hooks: Callable[..., Any] | None = None
@@ -99,10 +107,8 @@ class Compilation:
     def function(self, run: Callable[..., Any], graphs: Iterable[bool]) -> CompiledFunction:
         """Return a function that runs the model, to be compiled with it. `graphs` are the kinds of
         steps to choose from: with CUDA graphs or without."""
-        if self._sharded is None and has_units(self.model):
-            from stepscope.acceleration.sharded.functions import Sharded
-
-            self._sharded = Sharded(self)
+        if self._sharded is None and self._make_sharded is not None and has_units(self.model):
+            self._sharded = self._make_sharded(self)
         make = CompiledFunction if self._sharded is None else self._sharded.function
         made = make(self, run, graphs)
         self.functions.append(made)

@@ -219,7 +219,9 @@ def _require_calls_outside_of_contexts(numbers: Mapping[Node, int]) -> None:
     calls = [node for node, within in _with_context(list(numbers)) if is_unit_call(node) and within]
     if calls:
         raise ValueError("a sharded part is called in an autocast, or without gradients")
-    if any(map(is_unit_call, numbers)) and any(_writes_to_another(x, dict(numbers)) for x in numbers):
+    if any(map(is_unit_call, numbers)) and any(
+        _writes_to_another(x, dict(numbers)) for x in numbers
+    ):
         raise ValueError("it writes to what was made before a call of a sharded part")
 
 

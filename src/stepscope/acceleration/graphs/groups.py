@@ -28,9 +28,7 @@ def why_not_captured(modules: Iterable[nn.Module], *, asked_for: bool) -> str | 
     if not in_group():
         return None
     if any(map(has_units, modules)):
-        return (
-            "FSDP2 keeps events and gathered weights between steps, which a graph would not see"
-        )
+        return "FSDP2 keeps events and gathered weights between steps, which a graph would not see"
     if others := sorted(_backends_on_gpus() - {"nccl"}):
         return (
             f"it runs in a process group of {' and '.join(others)}, whose collectives wait for the"

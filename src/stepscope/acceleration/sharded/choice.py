@@ -19,9 +19,7 @@ from stepscope.acceleration.sharded.units import agreed, is_first
 class SharedChoice(Choice):
     """A choice that all ranks of some process groups make alike."""
 
-    def __init__(
-        self, *arguments: Any, groups: Sequence[Any], device: torch.device
-    ) -> None:
+    def __init__(self, *arguments: Any, groups: Sequence[Any], device: torch.device) -> None:
         super().__init__(*arguments)
         self._groups, self._device = groups, device
 

@@ -51,7 +51,7 @@ _CALLS_COMPARED = 2
 _ELSEWHERE = "it differs from the original on another rank"
 
 
-class Sharded:
+class ShardedFunctions:
     """The functions of a model with units, until `undo()`."""
 
     def __init__(self, compilation: Compilation) -> None:
@@ -217,7 +217,7 @@ class WholeFunction(_ShardedFunction):
 
     def __init__(
         self,
-        sharded: Sharded,
+        sharded: ShardedFunctions,
         compilation: Compilation,
         run: Callable[..., Any],
         graphs: Iterable[bool],

@@ -205,7 +205,9 @@ def defer_masks(module: GraphModule) -> None:
                 known[value] = computation_of(module, value)
             found = known.get(value)
             constants.append(one if found is None else found[0])
-            sources = [(one, value)] if found is None else zip(found[0].kinds, found[1], strict=True)
+            sources = (
+                [(one, value)] if found is None else zip(found[0].kinds, found[1], strict=True)
+            )
             for kind, source in sources:
                 made[kind].append(source)
         node.args = (made[Tensor], made[int], _number_of(

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 _TENSOR_PARALLEL = (
-    "some of its parameters are DTensors also in a forward (tensor parallelism), where each operator"
-    " communicates"
+    "some of its parameters are DTensors in a forward, too (tensor parallelism), where operators"
+    " communicate"
 )
 
 
@@ -129,4 +129,3 @@ def agreed(values: Sequence[int], groups: Sequence[Any], device: torch.device) -
 def is_first(groups: Sequence[Any]) -> bool:
     """Return whether this rank is the first one of its groups."""
     return all(torch.distributed.get_rank(group) == 0 for group in groups)
-
