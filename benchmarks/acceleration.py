@@ -43,21 +43,18 @@ CUDNN = "-cudnn"
 """Ending of a form in which torch prefers cuDNN's attention."""
 PEERS = ("plain", *COMPILED, *(form + CUDNN for form in COMPILED), "liger")
 _WITH_PASSES = {"form": "compiled with passes"}
-_BEFORE_GEMMS = ("head and loss", "attention")
 BY_GRAPH: dict[str, Any] = {
     "stepscope-compile": True,
     "stepscope-compile-passes": _WITH_PASSES,
     "stepscope-compile-one-region": _WITH_PASSES | {"regions": False},
-    "stepscope-compile-passes-no-gemms": _WITH_PASSES | {"passes": _BEFORE_GEMMS},
-    "stepscope-compile-passes-no-copies": _WITH_PASSES | {"passes": (*_BEFORE_GEMMS, "GEMMs")},
-    "stepscope-compile-passes-no-merging": (
-        _WITH_PASSES | {"passes": (*_BEFORE_GEMMS, "weight copies")}
+    "stepscope-compile-passes-no-copies": (
+        _WITH_PASSES | {"passes": ("head and loss", "attention")}
     ),
     "stepscope-compile-fp8": _WITH_PASSES,
 }
 """Forms in which `accelerate` stands on the compiler's graph, with its argument `compile`: the form
-chosen by time, the one with all passes, that one without a region per block or without some passes
-of linear layers, and in FP8."""
+chosen by time, the one with all passes, that one without a region per block or without copies of
+weights, and in FP8."""
 OURS = (
     "stepscope", "stepscope-eager", "stepscope-compiled-blocks", "stepscope-graph", *BY_GRAPH,
 )  # fmt: skip

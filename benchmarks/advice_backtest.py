@@ -32,7 +32,7 @@ from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import saved_bytes
 from stepscope.records.schema import Record
-from stepscope.studies.memory.rows import Account
+from stepscope.views.memory import Account
 
 SHARE = 0.8
 FILES = ("profile_h200.jsonl", "formats_h200.jsonl", "h200.jsonl", "compile_h200.jsonl")

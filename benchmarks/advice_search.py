@@ -53,7 +53,7 @@ from stepscope.errors import StepscopeError  # noqa: E402
 from stepscope.records.jsonl import read_records  # noqa: E402
 from stepscope.records.schema import Record  # noqa: E402
 from stepscope.records.stats import Ratio  # noqa: E402
-from stepscope.studies.runner.runner import Runner  # noqa: E402
+from stepscope.runner.runner import Runner  # noqa: E402
 
 RECORD = ROOT / "results" / "advice-search_h200.jsonl"
 MOST = 32

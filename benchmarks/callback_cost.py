@@ -29,7 +29,7 @@ import stepscope
 from stepscope.integrations import StepscopeCallback, StepscopeLightningCallback
 from stepscope.measure.device import CpuDevice
 from stepscope.measure.environment import describe
-from stepscope.studies.program.rows import ProgramRecord
+from stepscope.views.program.rows import ProgramRecord
 
 Line = dict[str, Any]
 CALLS, REPEATS, FOREVER = 2_000, 9, 1_000_000

@@ -52,8 +52,8 @@ from stepscope.model.config import ModelConfig
 from stepscope.studies.step.race import Field
 from stepscope.studies.step.races import RACES as ALL_RACES
 from stepscope.studies.step.races import Racer, racers
-from stepscope.studies.training.captured import captured
-from stepscope.studies.training.workload import Workload
+from stepscope.training.captured import captured
+from stepscope.training.workload import Workload
 
 WINDOW_S = 2.0
 RACES = tuple(

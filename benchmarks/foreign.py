@@ -45,7 +45,7 @@ from stepscope.records.jsonl import read_records  # noqa: E402
 from stepscope.records.schema import Record  # noqa: E402
 from stepscope.records.store import Store  # noqa: E402
 from stepscope.report.text import markdown  # noqa: E402
-from stepscope.studies.program.rows import ProgramRecord  # noqa: E402
+from stepscope.views.program.rows import ProgramRecord  # noqa: E402
 
 STEPS = 44
 """Steps of a timed run: a full recording has 20 on a CPU and up to 30 on a GPU."""

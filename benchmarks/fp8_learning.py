@@ -35,7 +35,7 @@ from stepscope.model.config import ModelConfig
 from stepscope.model.sizes import find_size, with_overrides
 from stepscope.model.transformer import TransformerLM
 from stepscope.optim import FusedAdamW
-from stepscope.studies.training.text import VOCAB, TextBatches, library_text
+from stepscope.training.text import VOCAB, TextBatches, library_text
 
 _SAVED_EVERY_S = 60.0
 _WARMUP = 0.05

@@ -132,8 +132,8 @@ def judged(lines: Sequence[Line]) -> Iterator[str]:
             added = ours - found[OURS][0], plain - found[BARE][0]
             share = (added[0] - added[1]) / found[OURS][0]
             yield (
-                f"{setting}: FSDP2 adds {added[0]:.3f} ms to the accelerated model, {added[1]:.3f} ms"
-                f" to the bare one: {share:+.2%} of the step"
+                f"{setting}: FSDP2 adds {added[0]:.3f} ms to the accelerated model,"
+                f" {added[1]:.3f} ms to the bare one: {share:+.2%} of the step"
             )
         if blocks is not None:
             yield f"{setting}: {blocks / ours:.3f}x the speed of compiled blocks in FSDP2"

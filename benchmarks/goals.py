@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import msgspec
 from paired_ratio import STUDY as AGAINST_TORCH
 from paired_ratio import paired
+from rehearsal_check import STUDY as REHEARSAL_CHECK
+from rehearsal_check.view import Row, check_of
 
 from stepscope.errors import StepscopeError, UsageError, no_such_file
 from stepscope.records.jsonl import read_records
@@ -30,16 +32,12 @@ from stepscope.records.schema import Record
 from stepscope.records.stats import Ratio, Summary, summarize
 from stepscope.report.blocks import Interval
 from stepscope.report.format import number
-from stepscope.studies.base import results_of
 from stepscope.studies.ddp import STUDY as DDP
 from stepscope.studies.ddp.view import DDPResult, against_torch
 from stepscope.studies.flash import STUDY as FLASH
 from stepscope.studies.flash.races import Comparison, compared, geometric_mean, lowest, short_races
 from stepscope.studies.flash.rows import OURS, AttentionRace
 from stepscope.studies.flash.rows import races as attention_races
-from stepscope.studies.rehearsal import STUDY as REHEARSAL
-from stepscope.studies.rehearsal.cases import CheckCase
-from stepscope.studies.rehearsal.checks import Row, check_of
 from stepscope.studies.step import STUDY as STEP
 from stepscope.studies.step.rows import StepRace
 from stepscope.studies.step.rows import races as step_races
@@ -232,7 +230,7 @@ def _rank_fault_seconds(goal: Goal, evidence: Evidence) -> Iterator[Value]:
 
 
 def _rehearsal_error(_goal: Goal, evidence: Evidence) -> Iterator[Value]:
-    for result in results_of(REHEARSAL.results(evidence.of("rehearsal")), CheckCase):
+    for result in REHEARSAL_CHECK.results(evidence.of("rehearsal-check")):
         if (check := check_of(*result)) is not None:
             yield _error(check.title, check.comparison.worst)
 

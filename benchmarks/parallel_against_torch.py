@@ -38,10 +38,10 @@ from stepscope.model import TransformerLM, find_size, with_overrides
 from stepscope.parallel import DDP, Limits, ShardedOptimizer, World, launch
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Environment, Record, Series
-from stepscope.studies.ranks.steps import Trained, one_step
-from stepscope.studies.ranks.subject import tokens_fed
 from stepscope.studies.sharding.cases import BROADCAST, FULLY, TORCH, TORCH_FULLY
 from stepscope.studies.sharding.measure import make
+from stepscope.training.ranks.steps import Trained, one_step
+from stepscope.training.ranks.subject import tokens_fed
 
 NAMES = {
     "ddp": ("bucketed", "DistributedDataParallel"),

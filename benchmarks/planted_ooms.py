@@ -27,11 +27,11 @@ from stepscope.analysis.predict.step import predict
 from stepscope.measure.allocator import CudaAllocator
 from stepscope.measure.device import Device, pick_device
 from stepscope.records.memory import Remedy
-from stepscope.studies.training.peaks import counted_peaks
-from stepscope.studies.training.plans import plan_of
-from stepscope.studies.training.post_mortem import Refusal, examined, read_refusal
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Workload
+from stepscope.training.peaks import counted_peaks
+from stepscope.training.plans import plan_of
+from stepscope.training.post_mortem import Refusal, examined, read_refusal
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import Workload
 
 Planted = tuple[str, int, int, str, str, Mode, float]
 PLANTED: tuple[Planted, ...] = (

@@ -17,9 +17,9 @@ from contextlib import nullcontext
 from stepscope.measure.device import pick_device
 from stepscope.model import layers, loss, transformer
 from stepscope.records.stats import summarize
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Workload
 from stepscope.torch_tools.ranges import named
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import Workload
 
 MODULES = (layers, loss, transformer)
 

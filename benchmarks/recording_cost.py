@@ -16,7 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -26,9 +27,8 @@ from stepscope.measure.allocator import CudaAllocator, history
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.ledger import StorageLedger
 from stepscope.records.stats import Summary, summarize
-from stepscope.studies.training.peaks import interleaved_steps, one_step
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Workload
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import Workload
 
 ON_CUDA = (
     ("small", 128, "bfloat16"),
@@ -86,6 +86,34 @@ def measured(work: Workload, device: Device, rounds: int) -> dict[str, list[floa
     for name, more in interleaved_steps(step, device, variants, rounds - ACCOUNT_ROUNDS).items():
         times[name] += more
     return times
+
+
+def one_step(step: TransformerStep, device: Device) -> float:
+    """Milliseconds of a step as a caller sees it, from idle device to idle device."""
+    step.reset()
+    device.synchronize()
+    start = time.perf_counter()
+    step.run_phases()
+    device.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def interleaved_steps(
+    step: TransformerStep,
+    device: Device,
+    contexts: Mapping[str, Callable[[], AbstractContextManager[object]]],
+    rounds: int,
+) -> dict[str, list[float]]:
+    """Time the step inside each context, interleaved: every round has one sample of each, in an
+    order that changes. Entering and leaving a context is not timed."""
+    took: dict[str, list[float]] = {name: [] for name in contexts}
+    order = list(contexts)
+    for _ in range(rounds):
+        for name in order:
+            with contexts[name]():
+                took[name].append(one_step(step, device))
+        order = [*order[1:], order[0]]
+    return took
 
 
 def ratios(times: dict[str, list[float]]) -> dict[str, Summary]:

@@ -22,10 +22,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from rehearsal_check.cases import CheckCase
+from rehearsal_check.measure import Samples, run_strategies, series_of
+from rehearsal_check.view import Comparison, compare
+
 from stepscope.analysis.rehearsal.recording import Recording
-from stepscope.studies.rehearsal.cases import CheckCase
-from stepscope.studies.rehearsal.checks import Comparison, compare
-from stepscope.studies.rehearsal.measure import Samples, record_step, run_strategies, series_of
+from stepscope.studies.rehearsal.measure import record_step
 
 NOT_PERMITTED = 77
 BURST_BYTES = 32 * 1024

@@ -16,8 +16,8 @@ import torch
 
 from stepscope.measure.device import Device, pick_device
 from stepscope.measure.timer import Phase, Timing, time_step
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Workload
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import Workload
 
 WAITS_MS = {"first": 5.0, "second": 20.0, "third": 10.0}
 

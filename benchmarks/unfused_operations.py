@@ -20,8 +20,8 @@ from stepscope.analysis.predict.plan import MODES
 from stepscope.measure.device import pick_device
 from stepscope.measure.timer import time_step
 from stepscope.model import layers
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Workload
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import Workload
 
 
 def softmax(x: Tensor) -> Tensor:

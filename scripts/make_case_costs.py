@@ -1,4 +1,4 @@
-"""Write the seconds of every case of a run to `studies/runner/case_costs.json`, for the estimate at
+"""Write the seconds of every case of a run to `runner/case_costs.json`, for the estimate at
 the start of `stepscope run`.
 
     stepscope run --out /tmp/quick            # on an otherwise idle machine
@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from stepscope.records.jsonl import read_records
-from stepscope.studies.runner.estimate import COSTS, Costs
+from stepscope.runner.estimate import COSTS, Costs
 
-FILE = Path(__file__).parents[1] / "src/stepscope/studies/runner" / COSTS
+FILE = Path(__file__).parents[1] / "src/stepscope/runner" / COSTS
 
 
 def main() -> None:

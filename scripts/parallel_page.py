@@ -12,6 +12,7 @@ from page_parts import bullets, lines_of, tables
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from paired_ratio import paired
+from rehearsal_check import STUDY as REHEARSAL_CHECK
 
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
@@ -49,7 +50,7 @@ def _studies(title: str, path: Path, name: str) -> Iterator[str]:
         f" {here.device_name}, torch {here.torch}. On a machine whose ranks share cores or a GPU,"
         " times compare the strategies with each other; they are not those of a cluster."
     )
-    for study in viewables().values():
+    for study in (*viewables().values(), REHEARSAL_CHECK):
         own = [record for record in records if record.study == study.name]
         if own:
             blocks = study.view(own)

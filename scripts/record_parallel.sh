@@ -23,7 +23,9 @@ cpu)
     record ddp --device cpu --size tiny --context 32 --ranks 2 4 --bucket-mb 1 10 --rounds 12
     record sharding --device cpu --size tiny --context 32 --ranks 2 4
     record fsdp --device cpu --size tiny --context 32 --ranks 2 4
-    record rehearsal --device cpu --size tiny --context 16 --batch 1 --check-ranks 2 4 \
+    record rehearsal --device cpu --size tiny --context 16 --batch 1
+    export STEPSCOPE_STUDIES=rehearsal_check PYTHONPATH=benchmarks
+    record rehearsal-check --device cpu --size tiny --context 16 --batch 1 --ranks 2 4 \
         --bucket-mb 1 4 --rounds 15 --compute waits
     ;;
 h200)

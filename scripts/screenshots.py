@@ -28,7 +28,7 @@ from stepscope.records.schema import Record
 from stepscope.report.html import html_page
 from stepscope.report.run_index import RunEntry, entry_of, index_page
 from stepscope.studies.page import make_page
-from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
+from stepscope.views.program.cases import STUDY_NAME as INSPECTED
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {1280: 800, 1600: 1000, 390: 844}

@@ -15,7 +15,7 @@ from parallel_records import (
     sharding_record,
 )
 from precision_records import autocast_record, dot_record, square_record, sum_record
-from rehearsal_records import check_record, recorded_record
+from rehearsal_records import recorded_record
 from step_records import (
     compile_record,
     loss_record,
@@ -115,12 +115,10 @@ def mixed_records() -> dict[str, list[Record]]:
         "rehearsal": [
             recorded_record(),
             recorded_record(context=256),
-            check_record(),
             *(
                 recorded_record(context=64 * index, status=status, reason=FAILURES[status])
                 for index, status in enumerate(FAILURES, start=5)
             ),
-            check_record(ranks=4, status="error", reason=FAILURES["error"]),
         ],
         "benchmark": [*valid, *failed, partial, partial_failed],
         "attention": [

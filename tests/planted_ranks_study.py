@@ -11,7 +11,7 @@ import msgspec
 from stepscope.records.schema import Record, Series
 from stepscope.report.blocks import Block
 from stepscope.studies.base import Bench, Measurement, Study
-from stepscope.studies.ranks.cases import RankedCase, default_ranks, on_ranks
+from stepscope.training.ranks.cases import RankedCase, default_ranks, on_ranks
 
 if TYPE_CHECKING:
     from stepscope.parallel import World

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from rehearsal_check import STUDY as CHECK
+from rehearsal_check.cases import Sampled, strategies
 
 from sample_records import ceilings, record
 from stepscope.analysis.rehearsal.recording import NOTE, Gradient, ReadyTimes, Recording
@@ -14,7 +16,6 @@ from stepscope.parallel.buckets import MEGABYTE, Item
 from stepscope.records.schema import Ceiling, Quantity, Record, Series
 from stepscope.studies.ddp.cases import ALONE
 from stepscope.studies.registry import find_study
-from stepscope.studies.rehearsal.cases import Sampled, strategies
 
 PHASES = {"step": 100.0, "forward": 30.0, "backward": 60.0, "optimizer": 10.0}
 
@@ -67,7 +68,7 @@ def ready_times(count: int = 6) -> tuple[ReadyTimes, ...]:
 def recorded_record(*, context: int = 128, batch: int = 4, **changes: Any) -> Record:
     study = find_study("rehearsal")
     (case,) = study.cases(study.flags(context=(context,), batch=(batch,), dtype=("bfloat16",)))
-    return _record(case.key, case.config, _phases(), changes)
+    return _record("rehearsal", case.key, case.config, _phases(), changes)
 
 
 def check_record(
@@ -78,9 +79,8 @@ def check_record(
     **changes: Any,
 ) -> Record:
     """Real ranks on a link of 1 MiB per ms; `errors` by strategy, relative to the prediction."""
-    study = find_study("rehearsal")
-    flags = study.flags(size=("tiny",), context=(32,), check_ranks=(ranks,), bucket_mb=(2.0,))
-    _, case = study.cases(flags)
+    flags = CHECK.flags(size=("tiny",), context=(32,), ranks=(ranks,), bucket_mb=(2.0,))
+    (case,) = CHECK.cases(flags)
     channel, upkeep = Line(latency_ms, MEGABYTE), Upkeep(issue=0.05, agree=0.5)
     times = {
         Sampled("step", ALONE): PHASES["step"],
@@ -102,7 +102,7 @@ def check_record(
         for what, ms in times.items()
         for rank in range(ranks)
     )
-    return _record(case.key, case.config, (*_phases(), *series), changes)
+    return _record(CHECK.name, case.key, case.config, (*_phases(), *series), changes)
 
 
 def _phases() -> tuple[Series, ...]:
@@ -113,12 +113,16 @@ def _phases() -> tuple[Series, ...]:
 
 
 def _record(
-    key: str, config: dict[str, Any], series: tuple[Series, ...], changes: dict[str, Any]
+    study: str,
+    key: str,
+    config: dict[str, Any],
+    series: tuple[Series, ...],
+    changes: dict[str, Any],
 ) -> Record:
     failed = changes.get("status", "ok") != "ok"
     copy = Ceiling(name="memory.copy", value=4e12, unit="B/s", source="measured")
     return record(
-        study="rehearsal",
+        study=study,
         case=key,
         config=config,
         **{

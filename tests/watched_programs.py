@@ -9,7 +9,7 @@ from pathlib import Path
 from stepscope.advisor.inspect.gather import gather
 from stepscope.advisor.scope.stages import Effort
 from stepscope.advisor.scope.watching import Watcher
-from stepscope.studies.program.rows import ProgramRecord
+from stepscope.views.program.rows import ProgramRecord
 
 
 @contextmanager

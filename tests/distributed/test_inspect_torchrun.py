@@ -8,7 +8,7 @@ from pathlib import Path
 
 from command_line import python
 from stepscope.records.jsonl import read_records
-from stepscope.studies.program.rows import programs, slowest
+from stepscope.views.program.rows import programs, slowest
 
 SCRIPT = """
 import time, torch, torch.distributed as dist

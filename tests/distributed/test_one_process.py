@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepscope.parallel import DDP, FSDP, World, launch
-from stepscope.studies.ranks.one_process import CHECK_EPS, Subject, seed_of, train_alone
-from stepscope.studies.ranks.results import CHECK_STEPS, CLOSE
-from stepscope.studies.ranks.steps import Trained, one_step
-from stepscope.studies.ranks.subject import Fed
+from stepscope.training.ranks.one_process import CHECK_EPS, Subject, seed_of, train_alone
+from stepscope.training.ranks.steps import Trained, one_step
+from stepscope.training.ranks.subject import Fed
+from stepscope.views.ranks import CHECK_STEPS, CLOSE
 
 
 class Net(nn.Module):

@@ -17,10 +17,10 @@ from stepscope.measure import ceilings
 from stepscope.measure.device import CudaDevice, pick_device
 from stepscope.studies.fp8.cases import ENDS, Fp8Flags, GradientProbe, LayerProbe
 from stepscope.studies.registry import find_study
-from stepscope.studies.training.flags import WorkloadFlags
-from stepscope.studies.training.plans import plan_of
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Workload, workloads
+from stepscope.training.flags import WorkloadFlags
+from stepscope.training.plans import plan_of
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import Workload, workloads
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or unavailable("cuda") is not None,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from command_line import CommandLine
 from stepscope.integrations.trainer_recording import TrainerRecording
-from stepscope.studies.program.rows import ProgramRecord
+from stepscope.views.program.rows import ProgramRecord
 
 KIND = "cuda"
 FEW: dict[str, Any] = {"warmup": 2, "steps": 4, "traced": 2}

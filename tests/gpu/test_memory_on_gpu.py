@@ -15,7 +15,7 @@ from stepscope.measure.device import pick_device
 from stepscope.records.memory import LIBRARIES, MODEL_BUILT, RECOMPUTED, STEP_END, WITHIN_OPERATORS
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
-from stepscope.studies.trace.measure import TRACES
+from stepscope.training.traced import TRACES
 
 
 def measured(

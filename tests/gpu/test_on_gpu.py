@@ -10,10 +10,10 @@ from stepscope.measure.device import CudaDevice, pick_device
 from stepscope.measure.timer import Phase, time_step
 from stepscope.records.schema import Record
 from stepscope.records.store import Store
+from stepscope.runner.protocol import Progress
+from stepscope.runner.runner import Runner, new_run
 from stepscope.studies.base import PlannedCase
 from stepscope.studies.registry import find_study
-from stepscope.studies.runner.protocol import Progress
-from stepscope.studies.runner.runner import Runner, new_run
 
 
 class Silent:

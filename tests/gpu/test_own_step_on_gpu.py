@@ -16,7 +16,7 @@ from stepscope.advisor.advise.facts import facts_of
 from stepscope.analysis.advice.changes import advise
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import PARAMETERS
-from stepscope.studies.program.rows import ProgramRecord
+from stepscope.views.program.rows import ProgramRecord
 
 pytestmark = pytest.mark.timeout(400)
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -181,8 +181,8 @@ def test_the_peak_of_a_user_s_model_is_that_of_one_model() -> None:
     """Its FLOPs are counted on the same model, after the peak is read."""
     from stepscope.measure.device import pick_device
     from stepscope.studies.registry import find_study
-    from stepscope.studies.training.factory import make_step
-    from stepscope.studies.training.workload import Workload
+    from stepscope.training.factory import make_step
+    from stepscope.training.workload import Workload
 
     study = find_study("benchmark")
     flags = study.flags(

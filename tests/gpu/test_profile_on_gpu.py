@@ -17,10 +17,10 @@ from stepscope.records.schema import Series
 from stepscope.studies.base import CaseSkipped, Measurement
 from stepscope.studies.profile.experiments import graph_replay
 from stepscope.studies.registry import find_study
-from stepscope.studies.training.captured import CapturedStep
-from stepscope.studies.training.flags import WorkloadFlags
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import workloads
+from stepscope.training.captured import CapturedStep
+from stepscope.training.flags import WorkloadFlags
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import workloads
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
+from rehearsal_check import STUDY as CHECK
 
 from quiet_bench import QuietBench
 from sample_records import record
 from stepscope.analysis.rehearsal.recording import recording_of
 from stepscope.measure.device import pick_device
 from stepscope.records.schema import Record
-from stepscope.studies.registry import find_study
+from stepscope.studies.rehearsal import STUDY as REHEARSAL
 from view_blocks import codes, findings_of
 
 
-def recorded(**how: object) -> Record:
-    study = find_study("rehearsal")
+def recorded(study: Any = REHEARSAL, **how: object) -> Record:
     flags = study.flags(size=("small",), context=(256,), **how)
     case = study.cases(flags)[-1]
     done = study.measure(case, QuietBench(pick_device("cuda")))
     return record(
-        study="rehearsal", case=case.key, config=case.config, series=done.series,
+        study=study.name, case=case.key, config=case.config, series=done.series,
         quantities=done.quantities, notes=done.notes,
         attachments=msgspec.to_builtins(done.attachments),
     )  # fmt: skip
@@ -42,11 +44,11 @@ def test_gradients_are_ready_one_after_the_other(dtype: str) -> None:
     assert sorted(step.values)[len(step.values) // 2] == pytest.approx(
         recording.compute_ms, rel=0.2
     )
-    assert "rehearsal.communication-bound" in codes(find_study("rehearsal").view([of_step]))
+    assert "rehearsal.communication-bound" in codes(REHEARSAL.view([of_step]))
 
 
 def test_ranks_on_the_host_replay_what_the_gpu_recorded() -> None:
-    of_step = recorded(check_ranks=(2,), rounds=2, steps=3, compute="auto")
+    of_step = recorded(CHECK, ranks=(2,), rounds=2, steps=3, compute="auto")
     assert of_step.notes["compute"] == "waits"
-    shown = findings_of(find_study("rehearsal").view([of_step]))
+    shown = findings_of(CHECK.view([of_step]))
     assert any("2 waiting ranks over gloo" in finding.text for finding in shown)

@@ -20,9 +20,9 @@ from stepscope.studies.step.cases import StepFlags
 from stepscope.studies.step.measure import measure_loss
 from stepscope.studies.step.race import Field
 from stepscope.studies.step.races import racers
-from stepscope.studies.training.flags import WorkloadFlags
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Workload, workloads
+from stepscope.training.flags import WorkloadFlags
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import Workload, workloads
 
 STEPS = 6
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
-from stepscope.studies.program.rows import ProgramRecord
+from stepscope.views.program.rows import ProgramRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "benchmarks" / "programs"

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stepscope.advisor.scope.library import Scope
 from stepscope.analysis.observed.lines import read_folder
 from stepscope.records.jsonl import read_records
-from stepscope.studies.program.rows import ProgramRecord
+from stepscope.views.program.rows import ProgramRecord
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,7 +21,7 @@ from stepscope.kernels.fp8.recipe import (
     Recipe,
 )
 from stepscope.kernels.fp8.reference import DTYPES, cast, counts, scale_of
-from stepscope.kernels.noted import note_amax, noted_amax
+from stepscope.kernels.tensor_facts import note_amax, noted_amax
 from stepscope.kernels.triton import fp8
 from stepscope.torch_tools.triton_available import is_interpreted
 

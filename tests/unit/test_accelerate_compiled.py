@@ -116,6 +116,29 @@ def test_it_trains_compiled_and_can_be_undone() -> None:
     same(original, changed, ids_of())
 
 
+def test_parts_of_a_list_cross_regions() -> None:
+    class Halves(Model):
+        def hidden(self, ids: Tensor) -> Tensor:
+            first, second = super().hidden(ids).chunk(2, 0)
+            return torch.cat([self.blocks[0](first), self.blocks[1](second)])
+
+    original, changed, report = pair(Halves(layers=2))
+    same(original, changed, ids_of())
+    assert not [x for x in report.left if x.piece == "compile"]
+
+
+def test_lengths_within_an_expression_are_compared() -> None:
+    class Shifted(Model):
+        def forward(self, ids: Tensor) -> Any:
+            logits = self.head(self.hidden(ids[:, :-1]))
+            return functional.cross_entropy(logits.reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
+
+    original, changed, report = pair(Shifted(layers=2))
+    for length in (9, 12, 15):
+        same(original, changed, ids_of(length))
+    assert not [x for x in report.left if x.piece == "compile"]
+
+
 # What depends on length or magnitude
 
 

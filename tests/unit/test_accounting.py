@@ -30,7 +30,7 @@ from stepscope.errors import UsageError
 from stepscope.model import cost
 from stepscope.model.sizes import find_size
 from stepscope.report.blocks import Finding, Table
-from stepscope.studies.views.accounting import accounting
+from stepscope.views.accounting import accounting
 
 BANDWIDTH = 3e9
 RATE = 7e12

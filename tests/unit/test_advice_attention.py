@@ -17,9 +17,9 @@ from stepscope.analysis.advice.changes import advise
 from stepscope.analysis.advice.facts import Facts, PhaseWork
 from stepscope.analysis.trace.summary import Summary
 from stepscope.records.memory import PhasePeak, SavedTensor, saved_line
-from stepscope.studies.memory.rows import Account
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own.cases import OwnFlags
+from stepscope.views.memory import Account
 
 MIB = 1 << 20
 

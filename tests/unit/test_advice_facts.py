@@ -16,9 +16,9 @@ from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import KEPT_INPUT, RECOMPUTED, SAVED, PhasePeak, SavedTensor
 from stepscope.records.schema import Series
-from stepscope.studies.program.findings import inspected_findings
-from stepscope.studies.program.rows import ProgramRecord
-from stepscope.studies.program.setting import Setting, setting_of
+from stepscope.views.program.findings import inspected_findings
+from stepscope.views.program.rows import ProgramRecord
+from stepscope.views.program.setting import Setting, setting_of
 from view_blocks import coded
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -31,7 +31,7 @@ from stepscope.analysis.advice.rules.accelerate import _without_casts
 from stepscope.analysis.advice.timeline import wall_ms
 from stepscope.analysis.trace.summary import Use
 from stepscope.records.jsonl import read_records
-from stepscope.studies.program.setting import setting_of
+from stepscope.views.program.setting import setting_of
 from view_blocks import table_of
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -17,7 +17,7 @@ from stepscope.measure.instructions import Counter
 from stepscope.records.jsonl import read_records, write_records
 from stepscope.records.schema import FailedCheck, Record, Series
 from stepscope.report.blocks import Finding
-from stepscope.studies.program.cases import STUDY_NAME
+from stepscope.views.program.cases import STUDY_NAME
 
 SLOW = Path(__file__).parents[2] / "results" / "advise-slow_h200.jsonl"
 

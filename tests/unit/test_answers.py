@@ -29,9 +29,9 @@ from stepscope.records.jsonl import read_records, write_records
 from stepscope.records.store import Store
 from stepscope.report.blocks import Table
 from stepscope.report.verdict import lines_at, segments, verdict_view
+from stepscope.runner.estimate import TimeLeft
 from stepscope.studies.base import PlannedCase
 from stepscope.studies.page import make_page, verdict_of
-from stepscope.studies.runner.estimate import TimeLeft
 from study_records import benchmark_record, profile_record
 from trace_files import training_step
 

@@ -44,12 +44,16 @@ LEAVES = {
     "stepscope.parallel.buckets",
 }
 TOOLS = {"torch_tools"}
+BLOCKS = {f"stepscope.report.{name}" for name in ("blocks", "format", "tables")}
 # A package stands for all of its modules; a module stands for itself.
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "cli": {
         "advisor",
         "grading",
+        "runner",
         "studies",
+        "training",
+        "views",
         "planning",
         "report",
         "records",
@@ -57,15 +61,35 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         "stepscope.attention.registry",
     }
     | LEAVES,
-    "integrations": {"advisor", "acceleration", "studies", "measure", "analysis", "records"}
+    "integrations": {"advisor", "acceleration", "studies", "views", "measure", "analysis"}
+    | {"records"}
     | {"report", "stepscope.cli.messages"},
-    "advisor": {"studies", "acceleration", "measure", "analysis", "records", "report"} | TOOLS,
-    "grading": {"studies", "attention", "kernels", "parallel", "measure", "records"}
-    | {"stepscope.report.blocks", "stepscope.report.format", "stepscope.report.tables"}
+    "advisor": {"runner", "studies", "training", "views", "acceleration", "measure", "analysis"}
+    | {"records", "report"}
     | TOOLS,
-    "studies": {"acceleration", "model", "attention", "kernels", "optim", "parallel", "measure"}
-    | {"analysis", "planning", "records", "published"}
-    | {"stepscope.report.blocks", "stepscope.report.format", "stepscope.report.tables"}
+    "grading": {
+        "studies",
+        "training",
+        "views",
+        "attention",
+        "kernels",
+        "parallel",
+        "measure",
+        "records",
+    }
+    | BLOCKS
+    | TOOLS,
+    "runner": {"studies", "training", "measure", "analysis", "records"},
+    "studies": {"training", "views", "acceleration", "model", "attention", "kernels", "optim"}
+    | {"parallel", "measure", "analysis", "planning", "records", "published"}
+    | BLOCKS
+    | TOOLS,
+    "views": {"training", "planning", "measure", "analysis", "records", "published"}
+    | {"stepscope.model.config", "stepscope.model.sizes"}
+    | BLOCKS,
+    "training": {"acceleration", "model", "attention", "kernels", "optim", "parallel", "measure"}
+    | {"analysis", "records"}
+    | BLOCKS
     | TOOLS,
     "planning": {"acceleration", "measure", "analysis", "records", "stepscope.report.format"}
     | TOOLS,
@@ -293,7 +317,8 @@ print(len(modules), len(viewables()))
 
 
 def test_planning_storing_and_viewing_load_without_torch() -> None:
-    packages = ("cli", "grading.check", "studies", "records", "analysis", "report", "published")
+    packages = ("cli", "grading.check", "runner", "studies", "training", "views", "records")
+    packages += ("analysis", "report", "published")
     done = without_torch(IMPORT_ALL, *packages)
     assert done.returncode == 0, done.stderr
     modules, studies = map(int, done.stdout.split())
@@ -303,6 +328,52 @@ def test_planning_storing_and_viewing_load_without_torch() -> None:
 
 def test_the_import_block_works() -> None:
     assert "torch is blocked" in without_torch(IMPORT_ALL, "measure").stderr
+
+
+def test_names_that_scripts_and_benchmarks_import_exist() -> None:
+    """They are not run by the tests: a name that moved would be noticed a release later."""
+    root = Path(__file__).parents[2]
+    missing = [
+        f"{file.name}:{node.lineno} {node.module}.{alias.name}"
+        for folder in ("benchmarks", "scripts")
+        for file in sorted((root / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stepscope")
+        for alias in node.names
+        if not _exists(str(node.module), alias.name)
+    ]
+    assert missing == []
+
+
+def _exists(module: str, name: str) -> bool:
+    known = _defined(module)
+    return bool({name, "__getattr__"} & known) or is_module(f"{module}.{name}", SOURCE)
+
+
+@cache
+def _defined(module: str) -> set[str]:
+    path = SOURCE.parent.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    body = ast.parse(file.read_text()).body if file.is_file() else []
+    return {name for node in statements(body) for name in _names_of(node)}
+
+
+def _names_of(node: ast.AST) -> Iterator[str]:
+    """The names that a statement defines in its module."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            yield from (alias.asname or alias.name for alias in names)
+        case ast.Assign(targets=targets):
+            yield from (
+                one.id
+                for target in targets
+                for one in ast.walk(target)
+                if isinstance(one, ast.Name)
+            )
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            yield name
 
 
 def test_help_loads_nothing_heavy() -> None:

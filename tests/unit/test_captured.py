@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from stepscope.studies.base import CaseSkipped
-from stepscope.studies.training import captured
-from stepscope.studies.training.captured import CapturedStep
+from stepscope.training import captured
+from stepscope.training.captured import CapturedStep
 
 
 def build_with_failing_capture(error: Exception, patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 
 from stepscope.acceleration.graphs.groups import why_not_captured
 
-
 in_group = pytest.mark.usefixtures("group")
 
 

@@ -12,8 +12,8 @@ from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding
 from stepscope.studies.checkpointing.cases import CheckpointingFlags, chosen_for, worth_running
 from stepscope.studies.registry import find_study
-from stepscope.studies.training.flags import WorkloadFlags
-from stepscope.studies.training.workload import workloads
+from stepscope.training.flags import WorkloadFlags
+from stepscope.training.workload import workloads
 from study_records import checkpointing_record
 from view_blocks import coded, figures_of, tables_of
 

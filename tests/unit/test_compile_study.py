@@ -93,11 +93,6 @@ def test_cpu_bound_cases_are_reported() -> None:
         for clock in ("device", "host")
     )
     shown = STUDY.view([compile_record(series=waits), compile_record()])
-    assert any(
-        "1 of 2 cases are CPU-bound when eager, with a speedup of 2.00 times; 1 of them are still"
-        " CPU-bound when compiled. There the speedup comes from fewer or cheaper" in text
-        for text in texts(shown)
-    )
     best = "In cases that are not CPU-bound, the time of an eager step over that of a compiled one"
     assert any(text.startswith(best) for text in texts(shown))
     rows = table_of(shown, "compile-times").rows

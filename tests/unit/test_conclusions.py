@@ -42,7 +42,7 @@ WITHOUT_EFFECT = {
     # Less memory, which is counted.
     "checkpointing.saving", "checkpointing.least-memory", "checkpointing.budget",
     # The parts of a trace add up to its time.
-    "trace.attributed", "profile.accounted",
+    "trace.attributed",
     # The trial that was kept by the interval of its own ratio.
     "advise.best",
 }  # fmt: skip

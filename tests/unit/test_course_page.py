@@ -14,11 +14,11 @@ from stepscope.cli import COMMANDS
 from stepscope.cli.commands.run import StudyOptions
 from stepscope.cli.common import parse
 from stepscope.report.blocks import Finding
+from stepscope.runner.estimate import TimeLeft, measured_costs
 from stepscope.studies.course import EDITIONS, PROBLEMS, Edition, Part, Problem
 from stepscope.studies.course.committed import committed_answers, key_of
 from stepscope.studies.course.needs import NEEDS
 from stepscope.studies.registry import find_study, viewables
-from stepscope.studies.runner.estimate import TimeLeft, measured_costs
 
 ROOT = Path(__file__).parents[2]
 HANDOUTS = json.loads((ROOT / "tests" / "fixtures" / "cs336_problems.json").read_text())

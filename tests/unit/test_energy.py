@@ -19,7 +19,7 @@ from stepscope.measure.energy import Energy, energy_quantities, measure_energy
 from stepscope.records.schema import Quantity, Reading
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own.cases import OwnFlags
-from stepscope.studies.views.energy import energy_finding
+from stepscope.views.energy import energy_finding
 
 BUSY_W, IDLE_W, TICK_S = 500.0, 100.0, 0.1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepscope.studies.own.building import build, call, loss_of
+from stepscope.training.building import build, call, loss_of
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = [FOLDER / f"{name}.py" for name in ("nano_gpt", "slow", "vit")]

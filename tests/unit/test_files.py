@@ -185,8 +185,8 @@ PRIVATE = {
     "parallel/heartbeat.py": "the folder of a job",
     "parallel/rank_process.py": "the folder of a job",
     "records/database.py": "a temporary folder",
-    "studies/runner/process.py": "a pipe",
-    "studies/runner/worker.py": "/proc",
+    "runner/process.py": "a pipe",
+    "runner/worker.py": "/proc",
 }
 """Modules that write files elsewhere, and where they are."""
 WRITING = {"write_text", "write_bytes", "touch", "rename", "copyfile", "copy2", "mkstemp"}

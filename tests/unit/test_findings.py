@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from sample_records import environment, step_series
-from stepscope.records.schema import Ceiling, FailedCheck, Quantity, Record
+from stepscope.records.schema import FailedCheck, Quantity, Record
 from stepscope.report.blocks import Cell, Finding, Spread, Table
 from stepscope.studies.page import study_sections
 from stepscope.studies.registry import find_study
@@ -96,52 +96,6 @@ def test_on_a_cpu_no_step_is_cpu_bound() -> None:
     assert not [one for one in findings("benchmark", record) if "CPU-bound" in one.sentence]
 
 
-def test_the_distance_from_the_ceiling_is_that_of_the_best_step() -> None:
-    near = benchmark_record(step=100.0, flops=1e12, ceiling=50e12)
-    far = benchmark_record(context=128, step=100.0, flops=1e11, ceiling=50e12)
-    finding = benchmark("distance-from-limit", near, far)
-    assert finding.records == (near.id, far.id)
-    assert finding.values["nearest"] == "small at context 512 in float32"
-    assert finding.values["farthest"] == "small at context 128 in float32"
-    assert finding.values["share"] == pytest.approx(0.2, rel=0.01)
-    assert finding.values["farthest_share"] == pytest.approx(0.02, rel=0.01)
-    assert finding.text.startswith(
-        "The training step closest to the ceiling is small at context 512 in float32:"
-        " 100 ms (95 % interval "
-    )
-    assert re.search(r"10(\.0)? TFLOP/s\.$", finding.text)
-    assert re.fullmatch(
-        r"That is 20(\.0)? ?% of the 50(\.0)? TFLOP/s that a matmul alone reaches here; the"
-        r" farthest is small at context 128 in float32 with 2(\.0+)? ?%\.",
-        finding.conclusion,
-    )
-
-
-def test_the_distance_from_the_limit_counts_the_fastest_dtype() -> None:
-    """A float32 step at a high MFU is far from the limit, a bfloat16 step at a lower one near."""
-    slow = with_ceilings(benchmark_record(step=100.0, flops=4e12, ceiling=50e12))
-    fast = with_ceilings(benchmark_record(step=12.0, dtype="bfloat16", flops=4e12, ceiling=750e12))
-    finding = benchmark("distance-from-limit", slow, fast)
-    assert finding.values["nearest"] == "small at context 512 in bfloat16"
-    assert finding.values["limit_dtype"] == "bfloat16"
-    limit_ms = float(str(finding.values["limit_ms"]))
-    assert finding.values["share"] == pytest.approx(limit_ms / 12.0, rel=0.02)
-    assert finding.values["mfu"] == pytest.approx(4e12 / 12e-3 / 750e12, rel=0.02)
-    assert finding.values["farthest_share"] == pytest.approx(limit_ms / 100.0, rel=0.2)
-    assert "% of the limit, " in finding.conclusion
-    assert " with bfloat16 matmuls (MFU in bfloat16: 44." in finding.conclusion
-
-
-def with_ceilings(record: Record) -> Record:
-    """The record on a machine with measured rates of float32, bfloat16 and memory."""
-    values = {"matmul.float32": 50e12, "matmul.bfloat16": 750e12, "memory.copy": 4e12}
-    measured = tuple(
-        Ceiling(name=name, value=value, unit="", source="measured", detail="")
-        for name, value in values.items()
-    )
-    return msgspec.structs.replace(record, ceilings=measured)
-
-
 def test_a_faster_dtype_is_compared_with_float32() -> None:
     base, faster = benchmark_record(step=100.0), benchmark_record(step=40.0, dtype="bfloat16")
     finding = benchmark("dtype-gain", base, faster)
@@ -191,7 +145,7 @@ def test_unsteady_samples_get_no_success_and_no_cause() -> None:
             )
             record = msgspec.structs.replace(record, series=series)
         praised = "info" if jumps else "good"
-        for code in ("distance-from-limit", "device-limits", "phases-sum"):
+        for code in ("device-limits", "phases-sum"):
             assert benchmark(code, record).tone == praised
 
 

@@ -23,7 +23,7 @@ from stepscope.records.memory import SavedTensor
 from stepscope.report.blocks import Flame
 from stepscope.report.html import html_page
 from stepscope.studies.page import make_page
-from stepscope.studies.views.flame import flame_blocks
+from stepscope.views.flame import flame_blocks
 
 RESULTS = Path(__file__).parents[2] / "results"
 NAMES = st.sampled_from(["a", "b", "c"])

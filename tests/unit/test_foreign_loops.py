@@ -13,7 +13,7 @@ import stepscope
 from stepscope.advisor.inspect.progress import read_progress
 from stepscope.advisor.scope import counting, stages
 from stepscope.records.memory import SAVED
-from stepscope.studies.program.rows import ProgramRecord
+from stepscope.views.program.rows import ProgramRecord
 from watched_models import WIDTH, Network, batch, network, network_flops
 from watched_programs import only, watching
 

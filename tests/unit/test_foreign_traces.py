@@ -19,8 +19,8 @@ from stepscope.analysis.trace.files import read_trace
 from stepscope.analysis.trace.forward_links import forward_of
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.analysis.trace.summary import Summary
-from stepscope.studies.trace.findings import trace_findings
-from stepscope.studies.trace.view import gap_table, trace_blocks
+from stepscope.views.trace.findings import trace_findings
+from stepscope.views.trace.view import gap_table, trace_blocks
 from trace_files import (
     ADD,
     ENGINE,

@@ -24,8 +24,8 @@ from stepscope.studies.fp8.gradient_view import override_line
 from stepscope.studies.fp8.gradients import gradient_probe, groups_of, without_ends
 from stepscope.studies.fp8.layers import Linears, emulate_bf16, linears_of
 from stepscope.studies.registry import find_study
-from stepscope.studies.training.factory import make_step
-from stepscope.studies.training.subject import TrainingStep
+from stepscope.training.factory import make_step
+from stepscope.training.subject import TrainingStep
 from view_blocks import findings_of, tables_of
 
 WIDTH = 32

@@ -8,11 +8,11 @@ import weakref
 
 import pytest
 import torch
+from rehearsal_check.simulated_step import Due, Pace, WaitingStep
 from torch import nn
 
 from fake_device import FakeClock, FakeDevice
 from stepscope.measure.gradients import record_gradients
-from stepscope.measure.simulated_step import Due, Pace, WaitingStep
 
 
 class Step:
@@ -115,8 +115,8 @@ def test_a_late_wait_shortens_the_next_one(monkeypatch: pytest.MonkeyPatch) -> N
         slept.append(seconds)
         clock.now += seconds + 0.25
 
-    monkeypatch.setattr("stepscope.measure.simulated_step.time.monotonic", clock.monotonic)
-    monkeypatch.setattr("stepscope.measure.simulated_step.time.sleep", sleep)
+    monkeypatch.setattr("rehearsal_check.simulated_step.time.monotonic", clock.monotonic)
+    monkeypatch.setattr("rehearsal_check.simulated_step.time.sleep", sleep)
     pace = Pace()
     pace.start(clock.now)
     for _ in range(3):
@@ -150,8 +150,8 @@ def test_hooks_delay_the_following_gradients(
     def sleep(seconds: float) -> None:
         clock.now += seconds
 
-    monkeypatch.setattr("stepscope.measure.simulated_step.time.monotonic", clock.monotonic)
-    monkeypatch.setattr("stepscope.measure.simulated_step.time.sleep", sleep)
+    monkeypatch.setattr("rehearsal_check.simulated_step.time.monotonic", clock.monotonic)
+    monkeypatch.setattr("rehearsal_check.simulated_step.time.sleep", sleep)
     step = WaitingStep(10.0, [Due(4, "float32", 10.0), Due(4, "float32", 20.0)], 100.0, 10.0)
     for parameter in step.weights:
         parameter.register_post_accumulate_grad_hook(lambda _: sleep(0.03))  # type: ignore[attr-defined]

@@ -159,5 +159,5 @@ def test_every_process_is_started_by_one_module() -> None:
     }
     # A follower replaces its process; ranks are started by torch in a process that has -P. The
     # program of a command line is only named.
-    assert starting == {"processes.py", "studies/ranks/cases.py", "cli/program.py"}
+    assert starting == {"processes.py", "training/ranks/cases.py", "cli/program.py"}
     assert own_command("stepscope")[1] == "-P"

@@ -15,8 +15,8 @@ import pytest
 from command_line import CommandLine, python
 from stepscope.records.jsonl import read_records
 from stepscope.report.verdict import lines_at
-from stepscope.studies.program.rows import ProgramRecord
 from stepscope.studies.trusted import banner
+from stepscope.views.program.rows import ProgramRecord
 
 TRAINING = """
 import os, sys

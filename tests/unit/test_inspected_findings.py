@@ -14,9 +14,9 @@ from stepscope.analysis.trace.summary import Summary
 from stepscope.records.memory import PARAMETERS, SAVED
 from stepscope.records.schema import Ceiling, Quantity, Record
 from stepscope.report.blocks import Finding
-from stepscope.studies.program.findings import inspected_findings
-from stepscope.studies.program.rows import ProgramRecord, programs
-from stepscope.studies.program.view import headline_table
+from stepscope.views.program.findings import inspected_findings
+from stepscope.views.program.rows import ProgramRecord, programs
+from stepscope.views.program.view import headline_table
 from study_records import memory_record
 from view_blocks import coded
 

@@ -24,8 +24,8 @@ from stepscope.report.blocks import Flame
 from stepscope.report.html import html_page
 from stepscope.report.verdict import verdict_facts, verdict_lines
 from stepscope.studies.page import make_page
-from stepscope.studies.program.rows import ProgramRecord
-from stepscope.studies.program.view import inspected_blocks
+from stepscope.views.program.rows import ProgramRecord
+from stepscope.views.program.view import inspected_blocks
 from trace_files import ADD, SGEMM, ChromeTrace
 from view_blocks import tables_of
 from watched_programs import only, watching

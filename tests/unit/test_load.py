@@ -15,8 +15,8 @@ from stepscope.cli.commands.run import seconds_to_wait
 from stepscope.cli.progress import LiveLine, PlainLines
 from stepscope.errors import UsageError
 from stepscope.records.schema import FailedCheck
-from stepscope.studies.runner import load
-from stepscope.studies.runner.load import Wait, other_work
+from stepscope.runner import load
+from stepscope.runner.load import Wait, other_work
 
 Announced = list[tuple[float, float, int]]
 

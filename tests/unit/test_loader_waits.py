@@ -17,7 +17,7 @@ from stepscope.advisor.scope.loading import with_mean_wait
 from stepscope.advisor.verdict import program_verdict
 from stepscope.analysis.advice.changes import advise, not_applicable
 from stepscope.analysis.advice.facts import BETWEEN, Facts, PhaseWork
-from stepscope.studies.program.findings import inspected_findings
+from stepscope.views.program.findings import inspected_findings
 from view_blocks import coded
 from watched_models import Network, batch
 from watched_programs import only, watching

@@ -26,8 +26,8 @@ from stepscope.records.memory import (
     WITHIN_OPERATORS,
     saved_bytes,
 )
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Workload
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import Workload
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from stepscope.records.jsonl import read_records
 from stepscope.studies.checkpointing.view import StrategyRun
 from stepscope.studies.memory.rows import Accounted, accounted
 from stepscope.studies.registry import find_study
-from stepscope.studies.training.plans import prediction_for
+from stepscope.training.plans import prediction_for
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 

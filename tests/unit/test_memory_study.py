@@ -15,9 +15,9 @@ from stepscope.records.memory import KEPT_INPUT, MODEL_BUILT, OPTIMIZER, RECOMPU
 from stepscope.studies.memory import measure
 from stepscope.studies.memory.cases import MemoryFlags
 from stepscope.studies.registry import find_study
-from stepscope.studies.trace.measure import TRACES
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Workload
+from stepscope.training.traced import TRACES
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import Workload
 
 GIB = 1 << 30
 FORWARD = Workload(

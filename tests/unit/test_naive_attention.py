@@ -13,7 +13,7 @@ from stepscope.advisor.advise.attention_facts import attention_work, score_bytes
 from stepscope.analysis.advice.changes import advise
 from stepscope.analysis.kernels.names import describe
 from stepscope.analysis.trace.summary import Summary, Use
-from stepscope.studies.memory.rows import Account
+from stepscope.views.memory import Account
 
 WIDTH, HEADS, CONTEXT, VOCAB = 32, 4, 16, 64
 

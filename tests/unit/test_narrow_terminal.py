@@ -18,7 +18,7 @@ from stepscope.report.blocks import Column, Finding, Section, Table
 from stepscope.report.format import cell_text
 from stepscope.report.terminal import print_sections, print_table
 from stepscope.studies.page import make_page, study_sections
-from stepscope.studies.trace.view import trace_blocks
+from stepscope.views.trace.view import trace_blocks
 from trace_files import training_step
 from view_blocks import tables_of
 

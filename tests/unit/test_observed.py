@@ -27,7 +27,7 @@ from stepscope.analysis.observed.lines import (
 from stepscope.analysis.observed.stragglers import Stragglers
 from stepscope.cli import main
 from stepscope.report.blocks import Finding
-from stepscope.studies.trace.observed import alarm_text, alarms_of, observed_blocks
+from stepscope.views.trace.observed import alarm_text, alarms_of, observed_blocks
 
 Floats = NDArray[np.float64]
 EVERY = 10

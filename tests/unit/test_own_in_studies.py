@@ -22,15 +22,15 @@ from stepscope.measure.timer import Phase
 from stepscope.records.schema import Quantity, Record
 from stepscope.studies.base import CaseSkipped, PlannedCase
 from stepscope.studies.memory.measure import in_small
-from stepscope.studies.own import step as own_step
-from stepscope.studies.own.building import build
-from stepscope.studies.own.step import UserStep
 from stepscope.studies.registry import all_studies, find_study
-from stepscope.studies.training import timed as timed_step
-from stepscope.studies.training.factory import make_step
-from stepscope.studies.training.flags import WorkloadFlags
-from stepscope.studies.training.subject import TrainingStep
-from stepscope.studies.training.workload import Workload, workloads
+from stepscope.training import timed as timed_step
+from stepscope.training import user_step
+from stepscope.training.building import build
+from stepscope.training.factory import make_step
+from stepscope.training.flags import WorkloadFlags
+from stepscope.training.subject import TrainingStep
+from stepscope.training.user_step import UserStep
+from stepscope.training.workload import Workload, workloads
 from view_blocks import findings_of, tables_of
 
 MODELS = ("causal_lm", "vision_transformer", "conv_net")
@@ -138,7 +138,7 @@ def test_flops_are_counted_on_the_measured_model(
     """A second model would double the memory and be part of the peak."""
     torch._dynamo.reset()
     built = []
-    monkeypatch.setattr(own_step, "build", lambda name: built.append(name) or build(name))
+    monkeypatch.setattr(user_step, "build", lambda name: built.append(name) or build(name))
     workload = workload_of("causal_lm", compile=compiled, checkpoint="1")
     step = make_step(workload, CpuDevice())
     assert value_of(step.quantities(), "flops") == causal_lm_flops(2)

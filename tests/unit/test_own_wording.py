@@ -12,8 +12,8 @@ from stepscope.analysis.advice.missing_inputs import MEMORY, NotEvaluated
 from stepscope.analysis.checks import check_record
 from stepscope.analysis.trace.summary import LedgerLine, Summary
 from stepscope.records.schema import Ceiling, Quantity, Record
-from stepscope.studies.program.setting import OptimizerSetting, Setting
 from stepscope.studies.registry import viewables
+from stepscope.views.program.setting import OptimizerSetting, Setting
 from view_blocks import coded, findings_of
 
 OPTIMIZER = OptimizerSetting(

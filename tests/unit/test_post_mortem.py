@@ -14,20 +14,20 @@ from quiet_bench import QuietBench
 from stepscope.analysis.predict.allocator import CachingAllocator, OutOfBlocks
 from stepscope.analysis.predict.step import overrun, predict, runs_within
 from stepscope.measure.device import CpuDevice
+from stepscope.runner.protocol import Failed, MeasureCase
+from stepscope.runner.worker import Worker
 from stepscope.studies.benchmark.cases import BenchmarkCase
 from stepscope.studies.registry import find_study
-from stepscope.studies.runner.protocol import Failed, MeasureCase
-from stepscope.studies.runner.worker import Worker
-from stepscope.studies.training.flags import WorkloadFlags
-from stepscope.studies.training.plans import plan_of
-from stepscope.studies.training.post_mortem import (
+from stepscope.training.flags import WorkloadFlags
+from stepscope.training.plans import plan_of
+from stepscope.training.post_mortem import (
     NOTE,
     Refusal,
     examined,
     read_refusal,
     step_post_mortem,
 )
-from stepscope.studies.training.workload import Workload, case_of, workloads
+from stepscope.training.workload import Workload, case_of, workloads
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import planted_ooms

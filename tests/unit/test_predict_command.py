@@ -12,7 +12,7 @@ from command_line import python
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit
 from stepscope.analysis.predict.step import predict
 from stepscope.cli import main
-from stepscope.studies.views.prediction import budget_finding
+from stepscope.views.prediction import budget_finding
 
 
 def test_it_prints_phases_and_the_ledger(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,9 +26,9 @@ from stepscope.model.sizes import find_size, with_overrides
 from stepscope.model.transformer import TransformerLM
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS, WEIGHT_COPIES, saved_bytes
-from stepscope.studies.training.plans import plan_of
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Workload
+from stepscope.training.plans import plan_of
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import Workload
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200.jsonl"
 GIB = 2**30

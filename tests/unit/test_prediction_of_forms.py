@@ -35,9 +35,9 @@ from stepscope.records.jsonl import read_records
 from stepscope.records.memory import GRADIENTS, LIBRARIES, OPTIMIZER, PARAMETERS, WEIGHT_COPIES
 from stepscope.studies.step.races import RACES as ALL_RACES
 from stepscope.studies.step.races import Heat, Racer
-from stepscope.studies.training.plans import plan_of, prediction_for
-from stepscope.studies.training.workload import Workload
 from stepscope.torch_tools import side_stream
+from stepscope.training.plans import plan_of, prediction_for
+from stepscope.training.workload import Workload
 
 RACES = Path(__file__).resolve().parents[2] / "results" / "step_h200.jsonl"
 FUSED = {"fused": True}

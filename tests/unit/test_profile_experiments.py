@@ -9,10 +9,10 @@ from stepscope.analysis.predict.plan import MODES, Mode
 from stepscope.errors import first_cause
 from stepscope.measure.device import CpuDevice
 from stepscope.studies.profile.experiments import LARGER, experiments, larger_batch
-from stepscope.studies.training.captured import forget_steps
-from stepscope.studies.training.flags import WorkloadFlags
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import workloads
+from stepscope.training.captured import forget_steps
+from stepscope.training.flags import WorkloadFlags
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import workloads
 
 
 def built(mode: Mode, compiled: str = "no") -> TransformerStep:

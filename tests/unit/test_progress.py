@@ -9,10 +9,10 @@ import pytest
 from sample_records import environment, record, run
 from stepscope.cli.progress import LiveLine, PlainLines
 from stepscope.records.store import Store
+from stepscope.runner.estimate import Costs, TimeLeft, measured_costs, time_left
+from stepscope.runner.words import case_words
 from stepscope.studies.base import PlannedCase
 from stepscope.studies.presets import preset_cases
-from stepscope.studies.runner.estimate import Costs, TimeLeft, measured_costs, time_left
-from stepscope.studies.runner.words import case_words
 
 COSTS = Costs(device="d", start_s=5.0, per_case_s=3.0, cases={"benchmark": {"a": 2.0, "b": 4.0}})
 

@@ -15,7 +15,7 @@ from stepscope.published import UNITS, Figure, figures, write_ups
 from stepscope.records.schema import Ceiling, Record
 from stepscope.report.blocks import Table
 from stepscope.studies.registry import find_study, viewables
-from stepscope.studies.views.published import rate_there, size_name
+from stepscope.views.published import rate_there, size_name
 from study_records import attention_record, benchmark_record, matrix_ceiling, memory_record
 
 CONDITIONS = {

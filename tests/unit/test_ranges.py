@@ -14,14 +14,14 @@ from stepscope.analysis.trace.host import PHASES
 from stepscope.analysis.trace.summarize import summarize
 from stepscope.analysis.trace.work import device_work
 from stepscope.attention.reference import reference_attention
-from stepscope.measure.capture import capture
 from stepscope.measure.device import CpuDevice
+from stepscope.measure.profiler import profile_steps
 from stepscope.model import ModelConfig, TransformerLM
 from stepscope.optim import AdamW
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Workload
 from stepscope.torch_tools import ranges
 from stepscope.torch_tools.ranges import name_groups, named
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import Workload
 
 CORE = ("scores", "mask", "softmax", "values")
 CONFIG = ModelConfig(vocab=50, context=16, d_model=32, n_layers=2, n_heads=2, d_ff=64)
@@ -94,7 +94,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     step = tiny_step()
     run(step)
     path = tmp_path_factory.mktemp("traces") / "tiny.json.gz"
-    return capture(lambda: run(step), CpuDevice(), path, steps=3, before=step.reset)
+    return profile_steps(lambda: run(step), CpuDevice(), path, steps=3, before=step.reset)
 
 
 class TestCapture:
@@ -112,7 +112,7 @@ class TestCapture:
             ran.append(len(ran))
             torch.ones(3) * len(ran)
 
-        path = capture(step, CpuDevice(), tmp_path / "steps.json", steps=2)
+        path = profile_steps(step, CpuDevice(), tmp_path / "steps.json", steps=2)
         trace = read_trace(path)
         names = [trace.names[name] for name in trace.spans.name.tolist()]
         assert len(ran) == 3
@@ -129,8 +129,10 @@ class TestCapture:
                     raise ValueError("planted")
 
             with pytest.raises(ValueError, match="planted"):
-                capture(step, CpuDevice(), tmp_path / "steps.json", steps=2)
-        path = capture(lambda: torch.ones(3) * 2, CpuDevice(), tmp_path / "steps.json", steps=2)
+                profile_steps(step, CpuDevice(), tmp_path / "steps.json", steps=2)
+        path = profile_steps(
+            lambda: torch.ones(3) * 2, CpuDevice(), tmp_path / "steps.json", steps=2
+        )
         assert len(summarize(read_trace(path)).steps) == 2
 
     def test_every_phase_and_part_is_named(self, trace: Path) -> None:
@@ -194,7 +196,7 @@ def test_each_parameter_group_has_its_range(
 
     step()
     moved = [layer.weight.clone() for layer in layers]
-    path = capture(step, CpuDevice(), tmp_path / "steps.json", steps=1)
+    path = profile_steps(step, CpuDevice(), tmp_path / "steps.json", steps=1)
     uses = [u for u in summarize(read_trace(path)).uses if u.phase == "optimizer"]
     modules = {u.module for u in uses if u.ms > 0 and u.module}
     assert modules == {"group 0", "the middle", "group 2"}

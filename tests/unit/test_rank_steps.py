@@ -15,9 +15,9 @@ import torch
 from parallel_records import ddp_record, sharding_record
 from stepscope.parallel.heartbeat import HEARTBEAT
 from stepscope.records.schema import Quantity
-from stepscope.studies.ranks import steps
-from stepscope.studies.ranks.steps import PER_TURN, WARMUP, interleaved
 from stepscope.studies.registry import find_study
+from stepscope.training.ranks import steps
+from stepscope.training.ranks.steps import PER_TURN, WARMUP, interleaved
 from view_blocks import coded, codes, rows_of, table_of
 
 

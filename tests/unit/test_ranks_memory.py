@@ -9,9 +9,9 @@ import pytest
 from quiet_bench import QuietBench
 from stepscope.model.cost import parameters
 from stepscope.studies.base import CaseSkipped
-from stepscope.studies.ranks import memory
-from stepscope.studies.ranks.memory import Kind, Need, Room, need_of, require_memory, smaller
 from stepscope.studies.registry import find_study
+from stepscope.training.ranks import memory
+from stepscope.training.ranks.memory import Kind, Need, Room, need_of, require_memory, smaller
 
 DDP, SHARDING = Kind(), Kind(fused=True, slices=True)
 

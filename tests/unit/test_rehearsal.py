@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rehearsal_records import Line, recording
-from stepscope.analysis.rehearsal.channel import measured_channel
 from stepscope.analysis.rehearsal.cluster import (
     INFINIBAND,
     LINKS,
@@ -375,26 +374,3 @@ def test_doublings_end_at_the_requested_number() -> None:
     assert doublings(1) == (1,)
     assert doublings(12) == (1, 2, 4, 8, 12)
     assert doublings(8) == (1, 2, 4, 8)
-
-
-def test_a_channel_is_measured_with_single_and_queued_messages() -> None:
-    alone = {size: 1.0 + size / 1e6 for size in (1000, 10**6, 10**7)}
-    bursts = {(size, 8): alone[size] + 7 * (0.25 + size / 2e6) for size in (1000, 10**6)}
-    channel = measured_channel(alone, bursts)
-    assert channel is not None
-    assert channel.alone(5e6) == pytest.approx(6.0)
-    assert channel.alone(2e7) == pytest.approx(21.0)
-    assert channel.alone(10) == pytest.approx(1.001)
-    assert channel.queued(5e6) == pytest.approx(2.75)
-    assert channel.line.latency_ms == pytest.approx(1.0)
-    single = measured_channel(alone, {})
-    assert single is not None
-    assert single.queued(5e6) == pytest.approx(6.0)
-    assert measured_channel({1000: 1.0}, {}) is None
-
-
-def test_a_larger_message_is_never_faster() -> None:
-    channel = measured_channel({1000: 2.0, 2000: 1.0, 10**6: 5.0, 2 * 10**6: 4.0}, {})
-    assert channel is not None
-    assert channel.alone(2000) == 2.0
-    assert channel.alone(10**9) == 5.0

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 
-from rehearsal_records import check_record, ready_times, recorded_record
+from rehearsal_records import ready_times, recorded_record
 from stepscope.analysis.rehearsal.recording import NOTE, Recording, recording_of
 from stepscope.errors import StepscopeError, UsageError
-from stepscope.records.schema import Record, Series
+from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Table, Timeline
-from stepscope.studies.ranks import one_process
 from stepscope.studies.registry import find_study
-from stepscope.studies.rehearsal import checks, subject
-from stepscope.studies.rehearsal.cases import Sampled
+from stepscope.studies.rehearsal import subject
 from view_blocks import figures_of, findings_of, table_of
 
 
@@ -36,11 +32,6 @@ def of_code(code: str, *records: Record) -> list[Finding]:
 def subject_of(record: Record) -> subject.Subject | None:
     (result,) = find_study("rehearsal").results([record])
     return subject.subject_of(*result)
-
-
-def check_of(record: Record) -> checks.Check | None:
-    (result,) = find_study("rehearsal").results([record])
-    return checks.check_of(*result)
 
 
 def table(name: str, *records: Record) -> Table:
@@ -239,79 +230,11 @@ def test_a_batch_of_one_is_not_divided() -> None:
     assert not any("divided" in name for name in figures_of(view(record)))
 
 
-def test_a_correct_prediction_has_a_small_error() -> None:
-    check = check_of(check_record())
-    assert check is not None
-    assert check.comparison.channel.alone(2**20) == pytest.approx(2.0)
-    assert check.comparison.upkeep.agree == 0.5
-    assert [row.error for row in check.comparison.rows] == pytest.approx([0.0] * 4, abs=2e-3)
-    (finding,) = findings(check_record())
-    assert finding.code == "rehearsal.prediction-error"
-    assert finding.values["error"] == pytest.approx(0.0, abs=2e-3)
-    assert finding.records == (check.record.id,)
-    assert "tiny at context 32 on 2 waiting ranks over gloo" in finding.text
-
-
-def test_a_wrong_prediction_is_reported_with_its_error() -> None:
-    record = check_record({"flat": 0.25})
-    (finding,) = findings(record)
-    assert finding.values["strategy"] == "flat"
-    assert finding.values["error"] == pytest.approx(-0.2, abs=2e-3)
-    assert "is at most 20.0 % (flat:" in finding.text
-    rows = {row[1]: row for row in table("rehearsal-checks", record).rows}
-    assert rows["flat"][4] == pytest.approx(-0.2, abs=2e-3)
-    # Exposed communication, predicted and measured.
-    assert rows["naive"][5] == pytest.approx(rows["naive"][6], rel=0.02)
-
-
-def test_contention_of_packing_and_reductions() -> None:
-    record = check_record()
-    times = {
-        Sampled("alone", size=1000): 2.0,
-        Sampled("alone", size=1_000_000): 10.0,
-        Sampled("pack", size=1000): 0.5,
-        Sampled("pack", size=1_000_000): 1.0,
-        Sampled("issue"): 0.1,
-        Sampled("agree"): 0.5,
-        Sampled("step", "no communication"): 100.0,
-        Sampled("step", "flat"): 110.0,
-        # Four of each: 3 ms instead of 2, 6 instead of 4; both finish 1 and 2 ms late.
-        Sampled("packed", "4", 1000): 3.1,
-        Sampled("packed", "4", 1_000_000): 6.1,
-        Sampled("beside", "4", 1000): 4.1,
-        Sampled("beside", "4", 1_000_000): 12.0,
-    }
-    series = [Series(**what._asdict(), unit="ms", values=(ms,) * 5) for what, ms in times.items()]
-    recording = recording_of(record)
-    assert recording is not None
-    comparison = checks.compare(recording, series, [2.0])
-    assert comparison is not None
-    assert (comparison.upkeep.slowed, comparison.upkeep.drag) == pytest.approx((1.5, 0.5))
-    assert check_of(record).comparison.upkeep[-2:] == (1.0, 0.0)  # type: ignore[union-attr]
-
-
-def test_a_check_without_samples_of_the_link_is_none() -> None:
-    record = check_record()
-    phases = tuple(s for s in record.series if not s.variant and not s.size)
-    assert check_of(msgspec.structs.replace(record, series=phases)) is None
-
-
-def test_cases_are_a_recording_and_a_check_for_each_number_of_ranks() -> None:
-    study = find_study("rehearsal")
-    cases = study.cases(study.flags(size=("tiny",), context=(32, 64), check_ranks=(2, 4)))
-    assert [case.config["kind"] for case in cases] == ["recording", "check", "check"] * 2
-    assert [case.ranks for case in cases[:3]] == [(8, 64, 1024), 2, 4]
-    assert len({case.key for case in cases}) == 6
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"ranks": (0,)}, "ranks is 0"),
-        ({"check_ranks": (2, -1)}, "check_ranks is -1"),
         ({"link": ("infinyband",)}, "link 'infinyband' does not exist"),
-        ({"bucket_mb": (0.0,)}, "bucket-mb is 0 "),
-        ({"bucket_mb": ()}, "bucket-mb has no value"),
         ({"ranks": ()}, "no cluster to predict"),
         ({"steps": 0}, "steps is 0"),
     ],
@@ -327,17 +250,5 @@ def test_a_recording_from_samples() -> None:
 
 
 def test_a_failed_case_is_in_the_table_of_failed_cases() -> None:
-    failed = check_record(ranks=4, status="error", reason="no network")
+    failed = recorded_record(status="error", reason="no network")
     assert table("rehearsal-lost", failed).rows == ((failed.case, "error", "no network"),)
-
-
-def test_computing_ranks_have_the_recorded_model() -> None:
-    study = find_study("rehearsal")
-    flags = study.flags(
-        size=("tiny",), context=(8,), batch=(3,), check_ranks=(2,), d_ff=96, layers=1
-    )
-    _, case = study.cases(flags)
-    world: Any = SimpleNamespace(rank=0, size=2, device=torch.device("cpu"))
-    trained, model = one_process.subject_of(world, case, case.batch, case.dtype)
-    assert model.config == case.model()
-    assert trained.fed.batch.shape == (3, 9)

@@ -103,15 +103,14 @@ def test_newest_recording_of_the_store_is_the_default(
     (tmp_path / "out").mkdir()
     with Store(tmp_path / "out" / "records.db") as store:
         store.add_run(run())
-        for record in (recorded_record(), recorded_record(context=256), check_record()):
+        for record in (recorded_record(), recorded_record(context=256)):
             store.add(record)
     assert (
         rehearsal_json(tmp_path, capsys, "--ranks", "8")["case"]
         == recorded_record(context=256).case
     )
-    # The recording of a check is used only if it is named.
-    named = rehearsal_json(tmp_path, capsys, check_record().id, "--ranks", "8")
-    assert named["case"] == check_record().case
+    named = rehearsal_json(tmp_path, capsys, recorded_record().id, "--ranks", "8")
+    assert named["case"] == recorded_record().case
 
 
 def test_without_a_recording_prints_how_to_make_one(

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from stepscope.analysis.rehearsal.memory import StepMemory, memory_per_rank
 from stepscope.cli import main
 from stepscope.records.jsonl import read_records
-from stepscope.studies.program.setting import setting_of
 from stepscope.studies.rehearsal.inspected import even_recording, inspected_subject
 from stepscope.studies.rehearsal.subject import Subject
+from stepscope.views.program.setting import setting_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 GPT = RESULTS / "advise-nano_gpt_h200.jsonl"

@@ -20,13 +20,13 @@ from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.schema import FailedCheck, Record
 from stepscope.records.store import Store
+from stepscope.runner import runner as runner_module
+from stepscope.runner.load import Wait
+from stepscope.runner.nursery import can_fork
+from stepscope.runner.protocol import Progress
+from stepscope.runner.runner import Runner, new_run, plan_digest
 from stepscope.studies import registry
 from stepscope.studies.base import PlannedCase
-from stepscope.studies.runner import runner as runner_module
-from stepscope.studies.runner.load import Wait
-from stepscope.studies.runner.nursery import can_fork
-from stepscope.studies.runner.protocol import Progress
-from stepscope.studies.runner.runner import Runner, new_run, plan_digest
 
 EXPECTED = {
     "raise": ("error", "RuntimeError: planted"),
@@ -351,7 +351,7 @@ def test_the_digest_of_a_plan_is_that_of_the_request() -> None:
 
 
 PARENT = """
-from stepscope.studies.runner.process import WorkerProcess
+from stepscope.runner.process import WorkerProcess
 worker = WorkerProcess("cpu")
 hang = {"does": "hang", "number": 0, "seconds": 0}
 worker.measure("planted", hang, 600, lambda _: print(worker._process.pid, flush=True))

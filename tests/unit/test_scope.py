@@ -17,7 +17,7 @@ from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import OPTIMIZER, PARAMETERS
 from stepscope.studies.page import make_page, verdict_of
-from stepscope.studies.program.rows import ProgramRecord
+from stepscope.views.program.rows import ProgramRecord
 from view_blocks import findings_of, tables_of
 from watched_models import Network, batch, network, network_flops, train
 

@@ -20,7 +20,7 @@ from stepscope.measure.device import Timestamp
 from stepscope.measure.flops import FlopCount
 from stepscope.records.memory import GRADIENTS
 from stepscope.records.schema import Record
-from stepscope.studies.program.rows import ProgramRecord
+from stepscope.views.program.rows import ProgramRecord
 from watched_models import Network, batch, network, network_flops, train
 from watched_programs import watching
 

@@ -14,8 +14,8 @@ from stepscope.cli import main
 from stepscope.errors import UsageError
 from stepscope.model.config import ModelConfig
 from stepscope.records.schema import Record
-from stepscope.studies.ranks.subject import make_subject
 from stepscope.studies.registry import find_study
+from stepscope.training.ranks.subject import make_subject
 from view_blocks import findings_of, table_of
 
 GIVEN = {"layers": 1, "d_model": 64, "d_ff": 96, "heads": 2, "vocab": 40}

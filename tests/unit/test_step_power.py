@@ -18,8 +18,8 @@ from stepscope.report.blocks import Finding, Spread, Table
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
 from stepscope.studies.step.race import measure_race
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.views.energy import energy_finding
+from stepscope.training.transformer import TransformerStep
+from stepscope.views.energy import energy_finding
 from view_blocks import findings_of
 
 STUDY = find_study("step")

@@ -26,8 +26,8 @@ from stepscope.studies.step.race import Field, measure_race
 from stepscope.studies.step.races import RACES, Heat, Racer, racers
 from stepscope.studies.step.rows import races
 from stepscope.studies.step.view import heat_table
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Workload
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import Workload
 
 STUDY = find_study("step")
 

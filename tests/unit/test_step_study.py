@@ -21,7 +21,7 @@ from stepscope.studies.step.cases import Part, StepFlags
 from stepscope.studies.step.ladder import RUNGS, climbed, ladder, start
 from stepscope.studies.step.measure import FOLLOWERS, begin_again, entropy, sequences
 from stepscope.studies.step.rows import ladders, loss_curves, races
-from stepscope.studies.training.transformer import TransformerStep
+from stepscope.training.transformer import TransformerStep
 
 STUDY = find_study("step")
 FIRST = start("small", "2025", 512, 4, {})

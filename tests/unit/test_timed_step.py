@@ -8,10 +8,10 @@ import pytest
 
 from quiet_bench import QuietBench
 from stepscope.analysis.predict.plan import Mode
-from stepscope.studies.training.plans import prediction_for
-from stepscope.studies.training.subject import TrainingStep
-from stepscope.studies.training.timed import measure_step
-from stepscope.studies.training.workload import Workload
+from stepscope.training.plans import prediction_for
+from stepscope.training.subject import TrainingStep
+from stepscope.training.timed import measure_step
+from stepscope.training.workload import Workload
 
 
 class Effort(NamedTuple):

@@ -14,8 +14,8 @@ from stepscope.analysis.trace.summarize import summarize
 from stepscope.cli import main
 from stepscope.report.blocks import Figure, Table, Timeline
 from stepscope.report.svg import CURVES
-from stepscope.studies.trace.findings import trace_findings
-from stepscope.studies.trace.view import comparison_table, trace_blocks
+from stepscope.views.trace.findings import trace_findings
+from stepscope.views.trace.view import comparison_table, trace_blocks
 from trace_files import SGEMM, ChromeTrace, nsight_file, training_step
 from view_blocks import figures_of, findings_of, table_of
 

@@ -15,7 +15,7 @@ from stepscope.analysis.trace.summary import Summary
 from stepscope.errors import StepscopeError
 from stepscope.report.blocks import Page, Section
 from stepscope.report.html import html_page
-from stepscope.studies.trace.view import ledger_table, trace_blocks
+from stepscope.views.trace.view import ledger_table, trace_blocks
 from trace_files import training_step
 
 COMPLETE = training_step().text().encode()

@@ -17,7 +17,7 @@ from stepscope.analysis.trace.collectives import collective_name
 from stepscope.analysis.trace.files import read_trace
 from stepscope.cli import main
 from stepscope.errors import StepscopeError
-from stepscope.studies.trace.job import compared_jobs, job_findings
+from stepscope.views.trace.job import compared_jobs, job_findings
 from trace_files import ALL_REDUCE, SGEMM, ChromeTrace
 
 GLOO = Path(__file__).parents[1] / "fixtures" / "gloo_ddp"

@@ -13,8 +13,8 @@ from stepscope.advisor.scope.result import usual_steps
 from stepscope.advisor.verdict import program_verdict
 from stepscope.report.answer import sentences
 from stepscope.report.format import duration
-from stepscope.studies.memory.view import saved_table
-from stepscope.studies.program.findings import inspected_findings
+from stepscope.views.memory import saved_table
+from stepscope.views.program.findings import inspected_findings
 from view_blocks import coded
 from watched_models import batch, network, network_flops, train
 from watched_programs import only, watching

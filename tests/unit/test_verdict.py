@@ -45,7 +45,7 @@ from stepscope.report.verdict import MAX_LINES, WIDTH, segments, share_text, ver
 from stepscope.report.wrapping import wrapped, wrapped_code
 from stepscope.studies.page import answers, make_page, study_sections, verdict_of
 from stepscope.studies.registry import find_study
-from stepscope.studies.views.verdict import step_limit
+from stepscope.views.verdict import step_limit
 from study_records import benchmark_record, matrix_ceiling, profile_record
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -37,7 +37,7 @@ from stepscope.report.tables import col, table
 from stepscope.report.text import csv_text, latex, markdown, markdown_page
 from stepscope.report.verdict import verdict_facts, verdict_lines
 from stepscope.studies.page import make_page
-from stepscope.studies.program.setting import Setting
+from stepscope.views.program.setting import Setting
 from trace_files import training_step
 
 ROOT = Path(__file__).parents[2]

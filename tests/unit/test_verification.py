@@ -39,8 +39,8 @@ from stepscope.analysis.advice.search import Space
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Ceiling, Record, Run
 from stepscope.records.store import Store
+from stepscope.runner.runner import new_run
 from stepscope.studies.base import PlannedCase
-from stepscope.studies.runner.runner import new_run
 
 BFLOAT16 = advice("bfloat16", 40.0, dtype="bfloat16")
 UPDATE = advice("fused-optimizer", 30.0, optimizer="adamw-fused")

@@ -15,8 +15,8 @@ from stepscope.advisor.inspect.gather import gather, parts
 from stepscope.advisor.inspect.progress import CHILD_STEPPED, read_progress
 from stepscope.measure.modules import trained_models
 from stepscope.records.schema import Record
-from stepscope.studies.program.findings import inspected_findings
-from stepscope.studies.program.rows import lateness, programs, slowest
+from stepscope.views.program.findings import inspected_findings
+from stepscope.views.program.rows import lateness, programs, slowest
 from view_blocks import coded
 from watched_models import Network, batch, network, network_flops, train
 from watched_programs import only, watching
@@ -237,7 +237,7 @@ def test_slowest_rank_is_named(tmp_path: Path) -> None:
     assert last is not None
     assert last.rank == 1
     from stepscope.advisor.inspect import STUDY
-    from stepscope.studies.program.view import inspected_blocks
+    from stepscope.views.program.view import inspected_blocks
 
     texts = [
         getattr(block, "text", "") for block in inspected_blocks([one.record for one in ranks])

@@ -23,7 +23,7 @@ from stepscope.model.sizes import find_size
 from stepscope.report.blocks import Finding, Table, Timeline
 from stepscope.studies.profile.rows import groups
 from stepscope.studies.registry import find_study
-from stepscope.studies.views.waterfall import (
+from stepscope.views.waterfall import (
     StepWaterfall,
     remedy,
     step_waterfall,

@@ -14,7 +14,7 @@ import pytest
 from command_line import CommandLine
 from planted_study import RAW_LINES
 from stepscope.cli import main
-from stepscope.studies.runner.process import Lines
+from stepscope.runner.process import Lines
 
 RUN = ("--device", "cpu", "--no-report")
 

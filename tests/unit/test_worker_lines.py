@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stepscope.studies.runner.process import Lines
+from stepscope.runner.process import Lines
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from stepscope.kernels.fp8 import recipe
 from stepscope.measure.device import CpuDevice
 from stepscope.model.config import PRECISIONS
 from stepscope.studies.base import CaseSkipped, PlannedCase
-from stepscope.studies.training.flags import COMPILE, WorkloadFlags
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Workload, workloads
+from stepscope.training.flags import COMPILE, WorkloadFlags
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import Workload, workloads
 
 SAFE = re.compile(r"[A-Za-z0-9._=+-]+")
 WITHOUT_FP8 = tuple(name for name, policy in PRECISIONS.items() if not policy.fp8)
@@ -270,8 +270,8 @@ def test_a_graph_is_refused_where_it_is_not_supported() -> None:
 
 
 def test_names_are_distinct() -> None:
-    from stepscope.studies.training.flags import WorkloadFlags
-    from stepscope.studies.training.workload import workloads
+    from stepscope.training.flags import WorkloadFlags
+    from stepscope.training.workload import workloads
 
     flags = [
         WorkloadFlags(size=("xl",), attention=("reference", "sdpa"), compile=("no", "block")),

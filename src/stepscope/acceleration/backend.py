@@ -24,7 +24,6 @@ from stepscope.acceleration.regions import (
     Regions,
     compile_regions,
     hoist_views,
-    region_numbers,
 )
 from stepscope.acceleration.sharded.unit_calls import defer_masks, require_no_calls
 from stepscope.errors import UsageError, one_line
@@ -207,8 +206,7 @@ def run_passes(
     if attention.NAME in names:
         outcomes += attention.fuse_attention(module.graph, kernels=kernels)
     if weights is not None and {*linears.NAMES} & {*names}:
-        regions = region_numbers(module)
-        outcomes += linears.fuse_linears(module.graph, weights, names, regions)
+        outcomes += linears.copy_weights(module.graph, weights, names)
     module.graph.eliminate_dead_code()
     torch_internals.rename_replacements(module)
     module.graph.lint()

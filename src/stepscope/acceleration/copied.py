@@ -22,12 +22,12 @@ from stepscope.torch_tools.side_stream import widened
 
 @dataclass(frozen=True)
 class Copied:
-    """Inputs of a graph that are made of weights, which are other inputs."""
+    """Inputs of a graph that are made of a weight, which is another input."""
 
-    weights: tuple[str, ...]
-    """Names of the inputs with the weights."""
+    weight: str
+    """Name of the input with the weight."""
     names: tuple[str, ...]
-    """Names of what is made of them."""
+    """Names of what is made of it."""
     copies: WeightCopies
     dtype: torch.dtype
     fp8: Fp8Layers | None = None
@@ -35,36 +35,33 @@ class Copied:
     transposed: bool = False
     """The weight is stored as (d, rows)."""
 
-    def __call__(self, *weights: Tensor) -> tuple[Tensor, ...]:
-        made: Any = _Copy.apply(self, *weights)  # type: ignore[no-untyped-call]
+    def __call__(self, weight: Tensor) -> tuple[Tensor, ...]:
+        made: Any = _Copy.apply(self, weight)  # type: ignore[no-untyped-call]
         return made if isinstance(made, tuple) else (made,)
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, copied: Copied, *weights: Tensor) -> Any:
-        ctx.rows = [weight.shape[0] for weight in weights]
-        ctx.dtype = weights[0].dtype
-        # Not kept alive: weights gathered from several ranks are freed before the backward pass.
-        ctx.weights = [weakref.ref(weight) for weight in weights]
+    def forward(ctx: Any, copied: Copied, weight: Tensor) -> Any:
+        ctx.dtype = weight.dtype
+        # Not kept alive: a weight gathered from several ranks is freed before the backward pass.
+        ctx.weight = weakref.ref(weight)
         ctx.set_materialize_grads(False)
         if copied.fp8 is None:
-            (narrow,) = copied.copies.narrow(weights, copied.dtype)
+            (narrow,) = copied.copies.narrow((weight,), copied.dtype)
             # A new tensor: the copy itself must not become part of this autograd graph.
             return narrow.detach()
-        operands = copied.fp8.operands(weights, copied.copies, copied.transposed)
+        operands = copied.fp8.operands((weight,), copied.copies, copied.transposed)
         values, inverse = operands.operand(rows=not copied.transposed)
         values, inverse = values.detach(), inverse.detach()
         ctx.mark_non_differentiable(values, inverse)
         # Takes the gradient, which has another dtype than the values; nothing reads it.
-        shape = (sum(ctx.rows), weights[0].shape[1])
-        slot = torch.empty_strided(shape, (0, 0), dtype=copied.dtype, device=values.device)
+        slot = torch.empty_strided(weight.shape, (0, 0), dtype=copied.dtype, device=values.device)
         return values, inverse, slot
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         gradient = gradients[-1]
         if gradient is None:
-            return None, *[None] * len(ctx.rows)
-        parts = torch.split(gradient, ctx.rows)
-        return None, *widened([weight() for weight in ctx.weights], parts, ctx.dtype)
+            return None, None
+        return None, *widened([ctx.weight()], (gradient,), ctx.dtype)

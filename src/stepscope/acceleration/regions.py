@@ -26,7 +26,7 @@ from stepscope.acceleration.comparison import (
     with_gradient,
 )
 from stepscope.acceleration.copied import Copied
-from stepscope.acceleration.passes.matching import MATMULS, is_tensor, memory_of, value_of
+from stepscope.acceleration.passes.matching import is_tensor, memory_of, value_of
 from stepscope.acceleration.sharded.unit_calls import as_direct_call, is_unit_call, with_calls_apart
 from stepscope.acceleration.torch_internals import (
     ENTERS_AUTOCAST,
@@ -44,10 +44,11 @@ from stepscope.acceleration.torch_internals import (
     symbols_of,
     written_arguments,
 )
+from stepscope.kernels.fp8.traced import traced_linear
 
 aten = torch.ops.aten
 _MATMULS = (aten.linear.default, aten.matmul.default, aten.einsum.default, aten.addmm.default,
-            aten.conv2d.default, aten.conv1d.default)  # fmt: skip
+            aten.conv2d.default, aten.conv1d.default, traced_linear)  # fmt: skip
 _MIN_MATMULS = 2
 """Fewer are not a block: an activation between two linear layers would not be fused."""
 _ALIGNMENT = 16
@@ -153,7 +154,7 @@ def _blocks(nodes: Sequence[Node]) -> dict[Node, str]:
     for node, path in paths.items():
         for name, kind in path:
             calls[name] = (name.rpartition(".")[0], kind)
-            matmuls[name] += node.meta.get(MATMULS, int(node.target in _MATMULS))
+            matmuls[name] += node.target in _MATMULS
     siblings = Counter(calls.values())
     repeated = {
         name
@@ -236,9 +237,8 @@ def _copy_where_read(outer: GraphModule, copied: Mapping[str, Copied]) -> None:
         if users:
             name = f"copied_{number}"
             setattr(outer, name, _Call(one))
-            weights = tuple(placeholders[x] for x in one.weights)
             with graph.inserting_before(min(users)):
-                made = graph.call_module(name, weights)
+                made = graph.call_module(name, (placeholders[one.weight],))
                 parts = [
                     graph.call_function(operator.getitem, (made, at)) for at in range(len(inputs))
                 ]

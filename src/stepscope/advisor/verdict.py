@@ -50,9 +50,9 @@ from stepscope.errors import StepscopeError
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.studies.own.cases import STUDY_NAME as OWN
-from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
-from stepscope.studies.program.rows import ProgramRecord, programs
-from stepscope.studies.program.waterfall import program_waterfall
+from stepscope.views.program.cases import STUDY_NAME as INSPECTED
+from stepscope.views.program.rows import ProgramRecord, programs
+from stepscope.views.program.waterfall import program_waterfall
 
 _NAMED_FROM = 0.02
 """Share of matmuls, attention and convolutions from which each is named."""

@@ -29,7 +29,7 @@ from stepscope.cli.messages import log, say
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Interval, Page, Section, Table
 from stepscope.studies.page import make_page, study_sections
-from stepscope.studies.program.rows import ProgramRecord
+from stepscope.views.program.rows import ProgramRecord
 
 _QUESTION = "Which changes apply, what would each gain, and what does it risk?"
 _SO_FAR = "How accurate were predictions on this device, and how are they corrected?"

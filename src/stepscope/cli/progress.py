@@ -15,12 +15,12 @@ from stepscope.cli.messages import write_line
 from stepscope.errors import printable
 from stepscope.records.schema import Record, Run
 from stepscope.report.format import counted, duration
+from stepscope.runner.estimate import TimeLeft
+from stepscope.runner.load import SHORT_BY, OtherWork
+from stepscope.runner.protocol import Progress
+from stepscope.runner.words import case_words
 from stepscope.studies.base import PlannedCase
 from stepscope.studies.registry import viewables
-from stepscope.studies.runner.estimate import TimeLeft
-from stepscope.studies.runner.load import SHORT_BY, OtherWork
-from stepscope.studies.runner.protocol import Progress
-from stepscope.studies.runner.words import case_words
 
 if TYPE_CHECKING:
     from rich.text import Text

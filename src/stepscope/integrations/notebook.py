@@ -11,7 +11,7 @@ from stepscope.records.schema import Record
 from stepscope.report.blocks import Page
 from stepscope.report.html import html_frame
 from stepscope.studies.page import make_page
-from stepscope.studies.views.comparison import comparison_table
+from stepscope.views.comparison import comparison_table
 
 
 @singledispatch

@@ -20,7 +20,7 @@ from stepscope.errors import StepscopeError, one_line
 from stepscope.measure.modules import trained_models
 from stepscope.records.schema import Record
 from stepscope.report.verdict import verdict_lines
-from stepscope.studies.program.rows import ProgramRecord
+from stepscope.views.program.rows import ProgramRecord
 
 Metrics = dict[str, float]
 PREFIX = "stepscope/"

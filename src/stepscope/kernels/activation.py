@@ -33,7 +33,7 @@ def activated(
     gate: Tensor, up: Tensor | None, activation: str, amax: bool = False
 ) -> Tensor:  # (rows, width)
     """Return the activation of the gate, times `up` if it is given. With `amax` the kernel notes
-    its largest magnitudes for an FP8 cast (`kernels.noted`)."""
+    its largest magnitudes for an FP8 cast (`kernels.tensor_facts`)."""
     if kernels_take(gate):
         from stepscope.kernels.triton import activation as triton_activation
 

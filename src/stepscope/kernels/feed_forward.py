@@ -30,7 +30,7 @@ from stepscope.kernels.matmul import (
     stored_as_rows,
 )
 from stepscope.kernels.norm import Normed
-from stepscope.kernels.noted import note_bias, take_sums
+from stepscope.kernels.tensor_facts import note_bias, take_sums
 from stepscope.kernels.weight_copies import WeightCopies, Weights
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels.autotune import autotuned_matmul_into, autotuning
 from stepscope.kernels.norm import Normed
-from stepscope.kernels.noted import note_bias, take_sums
+from stepscope.kernels.tensor_facts import note_bias, take_sums
 from stepscope.kernels.weight_copies import WeightCopies, Weights
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 from stepscope.torch_tools.side_stream import gradient_consumer

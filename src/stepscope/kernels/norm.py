@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepscope.kernels.launch import kernels_take
-from stepscope.kernels.noted import note_amax, note_cast, note_sums, noted_bias, take_cast
+from stepscope.kernels.tensor_facts import note_amax, note_cast, note_sums, noted_bias, take_cast
 from stepscope.torch_tools.derivatives import differentiable_once
 from stepscope.torch_tools.triton_available import supports_dtype
 
@@ -116,7 +116,7 @@ def normed_sum(
     stream, and a matmul that reads the norm can save the same tensor instead of its input.
 
     With `amax` the kernels note the largest magnitudes of the norm and of the branch's gradient for
-    an FP8 cast (`kernels.noted`).
+    an FP8 cast (`kernels.tensor_facts`).
 
     `computed` is what `sum_before_norm` returned for this x, with the same other arguments.
     """

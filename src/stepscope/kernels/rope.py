@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stepscope.attention.packed import split_heads
 from stepscope.kernels.launch import kernels_take
-from stepscope.kernels.noted import noted_scaled
+from stepscope.kernels.tensor_facts import noted_scaled
 from stepscope.torch_tools.derivatives import differentiable_once
 from stepscope.torch_tools.triton_available import supports_dtype
 

@@ -3,96 +3,42 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
 from stepscope.analysis.verdict import Verdict
 from stepscope.errors import StepscopeError, in_one_line
-from stepscope.records.config import check_config
-from stepscope.records.names import require_case
-from stepscope.records.schema import Environment, Part, Quantity, Reading, Record, Series
+from stepscope.records.schema import Environment, Record
 from stepscope.report.blocks import Block, Table
 from stepscope.studies.preset_flags import preset_flags
+from stepscope.training.case import (
+    Bench,
+    Case,
+    CaseSkipped,
+    Measurement,
+    PlannedCase,
+    Result,
+    results_of,
+)
+
+__all__ = [
+    "Bench",
+    "Case",
+    "CaseSkipped",
+    "Measurable",
+    "Measurement",
+    "PlannedCase",
+    "Result",
+    "Study",
+    "Viewable",
+    "results_of",
+]
 
 if TYPE_CHECKING:
-    from stepscope.measure.device import Device
-
-
-class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One cell of a study. A study with several kinds of cases has a tagged union of subclasses.
-
-    Its fields are the `config` of its record: a field keeps its name and meaning, and a new field
-    has a default, so that older records still decode.
-    """
-
-    @property
-    def key(self) -> str:
-        """Readable identity within the study; equal cases of two runs are compared by it."""
-        raise NotImplementedError
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Capabilities that the machine must have: a dtype, `compiler`, …"""
-        return ()
-
-    @classmethod
-    def combinations(cls, flags: object, *swept: str, **fields: Any) -> Iterator[Self]:
-        """The cases of every combination of these fields, the last of which changes fastest. The
-        values of a field are `fields`, or else the flag of the same name."""
-        named = {
-            name: getattr(flags, name) for name in cls.__struct_fields__ if hasattr(flags, name)
-        }
-        named |= fields
-        for values in itertools.product(*(named[name] for name in swept)):
-            yield cls(**named | dict(zip(swept, values, strict=True)))
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The fields as plain data, as the record stores them."""
-        config: dict[str, Any] = msgspec.to_builtins(self)
-        return config
-
-
-class PlannedCase(Part, frozen=True):
-    """A case of a study, ready to be sent to a worker."""
-
-    study: str
-    key: str
-    config: dict[str, Any]
-    needs: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        require_case("case key", self.key)
-        # Checked here, before the case is measured, rather than when its record is stored.
-        check_config(self.config)
-
-
-class Measurement(Part, frozen=True):
-    """The result of measuring a case. The first series is the main result of the case."""
-
-    series: tuple[Series, ...] = ()
-    quantities: tuple[Quantity, ...] = ()
-    readings: tuple[Reading, ...] = ()
-    notes: dict[str, str] = msgspec.field(default_factory=dict)
-    attachments: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Structured results: plain data or structs that JSON can represent."""
-
-
-class CaseSkipped(Exception):  # noqa: N818
-    """Raised by `measure` for a case that this machine cannot run, with the reason."""
-
-
-class Bench(Protocol):
-    """Interface that a worker offers to a study while it measures."""
-
-    @property
-    def device(self) -> Device: ...
-
-    def progress(self, done: int, total: int, what: str) -> None: ...
+    pass
 
 
 class Viewable(ABC):
@@ -123,21 +69,6 @@ class Viewable(ABC):
 
 C = TypeVar("C", bound=Case)
 Flags = TypeVar("Flags", bound=msgspec.Struct)
-
-
-class Result(NamedTuple, Generic[C]):
-    """A record with its decoded case; rows and findings are built from it."""
-
-    record: Record
-    case: C
-
-
-K = TypeVar("K", bound=Case)
-
-
-def results_of(results: Sequence[Result[Any]], kind: type[K]) -> list[Result[K]]:
-    """The results whose case is of one type of a study's union."""
-    return [result for result in results if isinstance(result.case, kind)]
 
 
 class Measurable(Viewable, Generic[C]):

@@ -23,8 +23,6 @@ CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.type_a
 _OF_CONSTANTS = (aten.lift_fresh_copy.default, aten.scalar_tensor.default, aten.sqrt.default,
                  aten.rsqrt.default, aten.reciprocal.default, aten.neg.default, aten.to.dtype,
                  aten.pow.Tensor_Scalar, aten.mul.Tensor, aten.div.Tensor)  # fmt: skip
-MATMULS = "matmuls"
-"""Key of the number of matmuls that an operator replaces, in its `meta`."""
 COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
 
 

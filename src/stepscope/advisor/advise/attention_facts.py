@@ -14,7 +14,7 @@ from math import prod
 from stepscope.analysis.advice.facts import PhaseWork
 from stepscope.analysis.trace.summary import Summary, Use
 from stepscope.records.memory import PhasePeak, SavedTensor, saved_line
-from stepscope.studies.memory.rows import Account
+from stepscope.views.memory import Account
 
 _SOFTMAX, _OF_TORCH = "softmax", "attention"
 """Substrings of operator names and kernel classes. PyTorch's attention is one operator, whatever it

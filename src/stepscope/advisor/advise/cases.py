@@ -10,7 +10,7 @@ from stepscope.analysis.advice.changes import SETTINGS, Advice
 from stepscope.records.stats import Ratio
 from stepscope.studies.base import Case
 from stepscope.studies.own.cases import OwnStep, step_needs
-from stepscope.studies.program.cases import file_safe
+from stepscope.views.program.cases import file_safe
 
 STUDY_NAME = "advise"
 OF_MODELS = frozenset(OwnStep.__struct_fields__) - {"model"}

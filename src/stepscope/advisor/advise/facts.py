@@ -35,10 +35,10 @@ from stepscope.measure.datasheet import datasheet_ceilings
 from stepscope.records.memory import KEPT_INPUT, OPTIMIZER, RECOMPUTED, SAVED
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
-from stepscope.studies.memory.rows import Account
-from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
-from stepscope.studies.program.rows import ProgramRecord
-from stepscope.studies.program.setting import Setting
+from stepscope.views.memory import Account
+from stepscope.views.program.cases import STUDY_NAME as INSPECTED
+from stepscope.views.program.rows import ProgramRecord
+from stepscope.views.program.setting import Setting
 
 _DTYPES = ("float32", "tf32", "float16", "bfloat16", "fp8")
 _UNITS = {

@@ -9,7 +9,7 @@ from stepscope.analysis.advice.calibration import Verified, factors, is_right, m
 from stepscope.report.blocks import Block, Curve, Figure, Finding, Table
 from stepscope.report.format import percent
 from stepscope.report.tables import col, table
-from stepscope.studies.views.builders import grouped
+from stepscope.views.builders import grouped
 
 _TREND_FROM = 6
 """Verifications from which on a trend is reported."""

@@ -23,7 +23,7 @@ from stepscope.advisor.inspect.order import Order
 from stepscope.errors import StepscopeError, in_one_line
 from stepscope.processes import script_command, signal_name
 from stepscope.records.decoding import from_json
-from stepscope.studies.runner.descendants import end_tagged, new_tag, tagged
+from stepscope.runner.descendants import end_tagged, new_tag, tagged
 
 _POLL_EVERY_S = 0.5
 _LONGEST_LINE = 1 << 26

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stepscope.measure.device import Device
     from stepscope.measure.timer import Samples, Timing
     from stepscope.studies.own.cases import OwnStep
-    from stepscope.studies.own.step import UserStep
+    from stepscope.training.user_step import UserStep
 
 _BUSY, _MORE = 0.2, 2
 """Width of the interval after all rounds from which the machine counts as busy, and how many times

@@ -23,7 +23,7 @@ from stepscope.records.stats import (
 )
 from stepscope.report.blocks import Interval
 from stepscope.report.format import percent
-from stepscope.studies.runner.runner import OUT_OF_TIME
+from stepscope.runner.runner import OUT_OF_TIME
 
 LOSS_WITHIN = 0.05
 """Largest accepted difference of the final losses, relative to the decrease of the loss or to the

@@ -15,8 +15,8 @@ from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.inspect.order import Order
 from stepscope.records.schema import Environment, Record
 from stepscope.records.store import Store
-from stepscope.studies.program.cases import STUDY_NAME
-from stepscope.studies.program.rows import ProgramRecord
+from stepscope.views.program.cases import STUDY_NAME
+from stepscope.views.program.rows import ProgramRecord
 
 _RECENT_S = 1800.0
 _READ_BY_PROGRAMS = (".py", ".json", ".yaml", ".yml", ".toml", ".ini", ".cfg")

@@ -22,7 +22,7 @@ from stepscope.analysis.advice.missing_inputs import NotEvaluated, not_evaluated
 from stepscope.analysis.advice.rule import NotApplicable
 from stepscope.analysis.advice.search import Space
 from stepscope.records.schema import Record
-from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
+from stepscope.views.program.cases import STUDY_NAME as INSPECTED
 
 
 class RecordedStep:

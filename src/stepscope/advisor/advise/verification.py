@@ -18,8 +18,8 @@ from stepscope.analysis.advice.search import Space
 from stepscope.records.schema import Record, Run
 from stepscope.records.store import Store
 from stepscope.report.format import duration
+from stepscope.runner.runner import Observer, Runner
 from stepscope.studies.own.cases import OwnStep
-from stepscope.studies.runner.runner import Observer, Runner
 
 _COMPILED_OVER_PLAIN = 3.0
 """Expected duration of a trial with torch.compile, relative to one without."""

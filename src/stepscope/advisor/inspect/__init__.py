@@ -14,7 +14,7 @@ from stepscope.analysis.verdict import Verdict
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Table
 from stepscope.studies.base import Viewable
-from stepscope.studies.program.cases import STUDY_NAME
+from stepscope.views.program.cases import STUDY_NAME
 
 
 class Inspected(Viewable):
@@ -27,12 +27,12 @@ class Inspected(Viewable):
     recorded_by = "stepscope inspect script.py"
 
     def view(self, records: Sequence[Record]) -> tuple[Block, ...]:
-        from stepscope.studies.program.view import inspected_blocks
+        from stepscope.views.program.view import inspected_blocks
 
         return inspected_blocks(records)
 
     def headline(self, records: Sequence[Record]) -> Table | None:
-        from stepscope.studies.program.view import headline_table
+        from stepscope.views.program.view import headline_table
 
         return headline_table(records) if records else None
 

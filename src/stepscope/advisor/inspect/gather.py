@@ -23,7 +23,7 @@ from stepscope.records.decoding import from_json
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record, Series
 from stepscope.records.stats import far_above
-from stepscope.studies.program.rows import ProgramRecord
+from stepscope.views.program.rows import ProgramRecord
 
 PART = "rank-*.jsonl"
 """File name pattern of a rank's part."""

@@ -18,8 +18,8 @@ from stepscope.advisor.scope.once_imported import FAILED
 from stepscope.errors import StepscopeError
 from stepscope.processes import script_command
 from stepscope.records.schema import Record
-from stepscope.studies.program.rows import ProgramRecord
-from stepscope.studies.runner.descendants import end_tagged, new_tag, tagged
+from stepscope.runner.descendants import end_tagged, new_tag, tagged
+from stepscope.views.program.rows import ProgramRecord
 
 _LAST_LINES = 3
 _FIX = "let it run more steps"

@@ -41,7 +41,7 @@ from stepscope.errors import UsageError, one_line
 from stepscope.files import replace_file
 from stepscope.measure.device import CpuDevice, CudaDevice, Device
 from stepscope.measure.modules import before_calls, trained_models
-from stepscope.studies.trace.observed import alarm_text
+from stepscope.views.trace.observed import alarm_text
 
 DEFAULT_FOLDER = Path(os.environ.get("STEPSCOPE_OUT", "stepscope-out")) / "observer"
 _PROMETHEUS_EVERY_S = 1.0

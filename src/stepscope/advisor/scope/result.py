@@ -27,9 +27,9 @@ from stepscope.measure.environment import describe
 from stepscope.measure.modules import any_compiled, model_names
 from stepscope.records.memory import SavedTensor
 from stepscope.records.schema import Record, Series, quantities
-from stepscope.studies.program.cases import STUDY_NAME, InspectedCase
-from stepscope.studies.program.setting import OptimizerSetting, Setting
 from stepscope.torch_tools.triton_available import tf32_is_enabled
+from stepscope.views.program.cases import STUDY_NAME, InspectedCase
+from stepscope.views.program.setting import OptimizerSetting, Setting
 
 _MAX_SAVED = 200
 """Tensors saved for backward listed in a record, the largest first."""

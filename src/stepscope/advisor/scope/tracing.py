@@ -11,9 +11,9 @@ import torch
 from torch.autograd.profiler import record_function
 
 from stepscope.advisor.scope.user_profiler import OtherProfilers
-from stepscope.measure.capture import STEP_MARK, Tracer
 from stepscope.measure.device import Device
 from stepscope.measure.modules import ModuleRanges
+from stepscope.measure.profiler import STEP_MARK, Tracer
 
 STEP_EDGE = "StepEdge#"
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from stepscope.analysis.trace.chunks import open_end, possible_cuts, without_tail
 from stepscope.analysis.trace.model import (
     NO_FLOWS,
     NO_NUMBER,
@@ -33,7 +34,6 @@ from stepscope.analysis.trace.model import (
     ordered_kernels,
     ordered_spans,
 )
-from stepscope.analysis.trace.pieces import open_end, possible_cuts, without_tail
 from stepscope.errors import StepscopeError
 
 MAX_OBJECTS = 12_000_000
@@ -179,7 +179,7 @@ def read_chrome(data: bytes | bytearray, where: str) -> Trace:
         )
     with _no_collection():
         try:
-            events, header = _in_pieces(data) or _at_once(data, where)
+            events, header = _in_chunks(data) or _at_once(data, where)
             if events.other_device and not events.count("kernel"):
                 raise StepscopeError(
                     f"{where} is a trace of {events.other_device}, whose events name no launch:"
@@ -206,8 +206,8 @@ def _objects(data: bytes | bytearray) -> int:
 _FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def _in_pieces(data: bytes | bytearray) -> tuple[_Events, _Header] | None:
-    """Decode piece by piece; None if the layout does not allow it, or a piece is invalid."""
+def _in_chunks(data: bytes | bytearray) -> tuple[_Events, _Header] | None:
+    """Decode chunk by chunk; None if the layout does not allow it, or a chunk is invalid."""
     for cut in possible_cuts(data):
         try:
             inside, header = _decoded(cut.around())
@@ -217,8 +217,8 @@ def _in_pieces(data: bytes | bytearray) -> tuple[_Events, _Header] | None:
             return None
         events = _Events()
         try:
-            for piece in cut.pieces():
-                events.add(_LIST.decode(piece), described=_DESCRIBED in piece)
+            for chunk in cut.chunks():
+                events.add(_LIST.decode(chunk), described=_DESCRIBED in chunk)
         except _FAULTS:
             return None
         return events, header
@@ -233,11 +233,11 @@ def _up_to_break(data: bytes | bytearray) -> tuple[_Events, _Header] | None:
     events = _Events(truncated=True)
     try:
         _, header = _decoded(cut.around() + (b"]" if cut.bare else b"]}"))
-        for piece, is_last in cut.pieces_and_last():
+        for chunk, is_last in cut.chunks_and_last():
             if not is_last:
-                events.add(_LIST.decode(piece))
+                events.add(_LIST.decode(chunk))
                 continue
-            for shorter in without_tail(piece):
+            for shorter in without_tail(chunk):
                 try:
                     events.add(_LIST.decode(shorter))
                 except _FAULTS:

@@ -32,13 +32,13 @@ from stepscope.records.names import file_name
 from stepscope.records.schema import Environment, Record, Run
 from stepscope.records.store import Store
 from stepscope.report.format import counted
+from stepscope.runner.runner import Runner, new_run, plan_digest
 from stepscope.studies.base import PlannedCase
 from stepscope.studies.own import STUDY as OWN
 from stepscope.studies.own.cases import STUDY_NAME as OWN_NAME
 from stepscope.studies.own.cases import OwnFlags, OwnStep
 from stepscope.studies.page import explained
-from stepscope.studies.program.rows import ProgramRecord
-from stepscope.studies.runner.runner import Runner, new_run, plan_digest
+from stepscope.views.program.rows import ProgramRecord
 
 
 class AdviseOptions(AnswerOptions, frozen=True, kw_only=True):
@@ -151,7 +151,7 @@ def main(words: list[str]) -> int:
 
 
 def _show(options: AdviseOptions, records: Sequence[Record]) -> int:
-    from stepscope.studies.program.cases import STUDY_NAME
+    from stepscope.views.program.cases import STUDY_NAME
 
     judged = [plausible(r) for r in records if r.study in (STUDY_NAME, OWN_NAME)]
     usable = [r for r in judged if r.status == "ok"]
@@ -230,7 +230,7 @@ def _advise_script(
 ) -> int:
     from stepscope.advisor.advise.script_trial import order_of
     from stepscope.advisor.inspect.recording import record_script
-    from stepscope.studies.program.cases import STUDY_NAME
+    from stepscope.views.program.cases import STUDY_NAME
 
     if options.model:
         raise UsageError("both a script and --model are given", "give one of them")

@@ -14,7 +14,7 @@ from stepscope.cli.common import json_line, parse
 from stepscope.errors import unknown_name
 from stepscope.model.sizes import find_size
 from stepscope.report.tables import col, table
-from stepscope.studies.views.accounting import equation, label
+from stepscope.views.accounting import equation, label
 
 _WIDTH = 100
 

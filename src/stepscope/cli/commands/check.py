@@ -33,9 +33,9 @@ from stepscope.records.schema import Record
 from stepscope.records.store import Store
 from stepscope.report.blocks import Finding
 from stepscope.report.terminal import print_findings, print_sections
+from stepscope.runner.nursery import may_have_gpu
+from stepscope.runner.runner import Runner, new_run
 from stepscope.studies.page import study_sections
-from stepscope.studies.runner.nursery import may_have_gpu
-from stepscope.studies.runner.runner import Runner, new_run
 from stepscope.studies.trusted import banner
 
 _INTERPRET = "TRITON_INTERPRET"

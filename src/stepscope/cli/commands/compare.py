@@ -23,7 +23,7 @@ from stepscope.cli.messages import say
 from stepscope.errors import UsageError
 from stepscope.records.schema import Record
 from stepscope.report.format import counted
-from stepscope.studies.views.comparison import comparison_table
+from stepscope.views.comparison import comparison_table
 
 _GATE_FAILED, _CANNOT_TELL = 3, 4
 

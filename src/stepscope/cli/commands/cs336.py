@@ -21,13 +21,13 @@ from stepscope.records.schema import Record, Run
 from stepscope.records.store import Store
 from stepscope.report.blocks import Document, Finding
 from stepscope.report.format import counted
+from stepscope.runner.estimate import time_left
+from stepscope.runner.runner import REPEATABLE, Runner, new_run
 from stepscope.studies.base import PlannedCase
 from stepscope.studies.course import Edition, Problem, find_problems
 from stepscope.studies.course.answers import part_needs
 from stepscope.studies.course.document import Setting, course_document
 from stepscope.studies.course.needs import NEEDS
-from stepscope.studies.runner.estimate import time_left
-from stepscope.studies.runner.runner import REPEATABLE, Runner, new_run
 from stepscope.studies.trusted import tally
 
 Cases = Mapping[str, tuple[PlannedCase, ...]]

@@ -17,7 +17,7 @@ from stepscope.cli.common import StoreOptions, json_line, parse
 from stepscope.errors import StepscopeError
 from stepscope.report.format import bytes_
 from stepscope.report.tables import col, table
-from stepscope.studies.runner.process import WorkerProcess
+from stepscope.runner.process import WorkerProcess
 
 Verdict = Literal["ok", "missing", "not applicable", "broken"]
 

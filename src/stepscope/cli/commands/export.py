@@ -116,7 +116,7 @@ def _export(options: ExportOptions) -> list[Path]:
 
 def _export_speedscope(records: Sequence[Record], options: ExportOptions) -> list[Path]:
     from stepscope.analysis.flame import speedscope
-    from stepscope.studies.views.flame import flame_profiles
+    from stepscope.views.flame import flame_profiles
 
     profiles = [profile for record in records for profile in flame_profiles(record)]
     if not profiles:

@@ -31,7 +31,7 @@ from stepscope.report.format import bytes_, duration, percent
 
 if TYPE_CHECKING:
     from stepscope.cli.live_view import LiveView
-    from stepscope.studies.program.rows import ProgramRecord
+    from stepscope.views.program.rows import ProgramRecord
 
 _OTHER_RANKS_WITHIN_S = 60.0
 _FIX = "let it run more steps, or give a smaller --warmup and --steps"
@@ -233,8 +233,8 @@ def _write(
     from stepscope.report.html import html_page
     from stepscope.report.verdict import verdict_facts
     from stepscope.studies.page import make_page, study_sections
-    from stepscope.studies.program.rows import ProgramRecord
     from stepscope.studies.trusted import banner
+    from stepscope.views.program.rows import ProgramRecord
 
     saved: Path | None = None
     try:
@@ -297,8 +297,8 @@ def _stored(
     """Add the records to the store as one run; return them with its id, which is empty if the store
     cannot be written: the file next to the page has the recording as well."""
     from stepscope.records.store import Store
+    from stepscope.runner.runner import new_run
     from stepscope.studies.base import PlannedCase
-    from stepscope.studies.runner.runner import new_run
 
     cases = [PlannedCase(study=one.study, key=one.case, config=one.config) for one in records]
     run = new_run(cases, f"stepscope inspect {command}")
@@ -316,7 +316,7 @@ def _stored(
 
 def _limited_by(lead: ProgramRecord) -> str:
     """What limits the step: the CPU, if the GPU often waits for it; empty without a trace."""
-    from stepscope.studies.trace.findings import HOST_LIMITS_FROM
+    from stepscope.views.trace.findings import HOST_LIMITS_FROM
 
     idle = lead.host_idle
     if idle is None:

@@ -15,9 +15,9 @@ from stepscope.cli.common import json_line, parse
 from stepscope.errors import UsageError
 from stepscope.model.checkpointing import NONE
 from stepscope.model.config import precision
-from stepscope.studies.training.flags import StepFlags
-from stepscope.studies.training.plans import settings_of
-from stepscope.studies.training.shape import model_shape, size_name
+from stepscope.training.flags import StepFlags
+from stepscope.training.plans import settings_of
+from stepscope.training.shape import model_shape, size_name
 
 if TYPE_CHECKING:
     from stepscope.planning.frontier import MemoryPlan
@@ -154,7 +154,7 @@ def _predict_models(options: PredictOptions) -> int:
         print(json_line({"predictions": [_facts_of_model(*answer) for answer in answers]}))
         return 0
     from stepscope.report.terminal import print_findings, print_table
-    from stepscope.studies.views import prediction as view
+    from stepscope.views import prediction as view
 
     for plan, prediction, fitting in answers:
         print_findings(view.model_findings(str(plan), prediction, budget, fitting))
@@ -171,7 +171,7 @@ def _predict_plans(options: PredictOptions, steps: list[ModelPlan], budget: int 
     from stepscope.report.svg import standalone_svg
     from stepscope.report.terminal import print_findings, print_table
     from stepscope.studies.own.prediction import frontier_of
-    from stepscope.studies.views import prediction as view
+    from stepscope.views import prediction as view
 
     assert options.sharding != "optimizer"
     facts = []
@@ -200,7 +200,7 @@ def _facts_of_model(
     prediction: MemoryPrediction,
     fitting: Sequence[tuple[ModelPlan, MemoryPlan]],
 ) -> dict[str, object]:
-    from stepscope.studies.views.prediction import plan_words
+    from stepscope.views.prediction import plan_words
 
     return {
         **plan._asdict(),
@@ -236,7 +236,7 @@ def _facts(name: str, prediction: Prediction) -> dict[str, object]:
 
 def _print(options: PredictOptions, predictions: list[tuple[str, Prediction]]) -> None:
     from stepscope.report.terminal import print_findings, print_table
-    from stepscope.studies.views import prediction as view
+    from stepscope.views import prediction as view
 
     findings = []
     for name, prediction in predictions:

@@ -16,8 +16,8 @@ from stepscope.errors import StepscopeError, UsageError
 from stepscope.processes import own_command
 from stepscope.studies.base import PlannedCase
 from stepscope.studies.ddp.cases import DDPFlags
-from stepscope.studies.training.flags import WorkloadFlags
-from stepscope.studies.training.workload import workloads
+from stepscope.training.flags import WorkloadFlags
+from stepscope.training.workload import workloads
 
 
 class NsysOptions(WorkloadFlags, frozen=True, kw_only=True):

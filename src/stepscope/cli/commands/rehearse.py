@@ -26,10 +26,8 @@ from stepscope.errors import UsageError, unknown_name
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Block, Finding, Page, Section, Table
 from stepscope.report.verdict import verdict_facts
-from stepscope.studies.base import results_of
 from stepscope.studies.page import explained
 from stepscope.studies.rehearsal import STUDY
-from stepscope.studies.rehearsal.cases import RecordingCase
 from stepscope.studies.rehearsal.inspected import STUDIES, inspected_subject
 from stepscope.studies.rehearsal.subject import (
     Network,
@@ -189,13 +187,8 @@ def _subjects(options: RehearseOptions) -> list[Subject]:
         # The newest recording, whichever command made it.
         made = [one.study for one in records if one.study in (STUDY.name, *STUDIES)]
         records = tuple(one for one in records if one.study in made[-1:])
-    # The check case has its own recording, with fewer threads: use it only if there is no other.
     ours = STUDY.results([plausible(record) for record in records if record.study == STUDY.name])
-    subjects = [
-        subject
-        for result in results_of(ours, RecordingCase) or ours
-        if (subject := subject_of(*result))
-    ]
+    subjects = [subject for result in ours if (subject := subject_of(*result))]
     if not subjects:
         inspected = [plausible(record) for record in records if record.study in STUDIES]
         subjects = [one for record in inspected if (one := inspected_subject(record))]

@@ -25,13 +25,13 @@ from stepscope.errors import UsageError, unknown_name
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Run
 from stepscope.records.store import Store
+from stepscope.runner.estimate import time_left
+from stepscope.runner.runner import REPEATABLE, Runner, new_run, plan_digest
 from stepscope.studies.base import PlannedCase, Study
 from stepscope.studies.page import make_page
 from stepscope.studies.presets import preset_cases, require_preset
-from stepscope.studies.ranks.cases import follow, is_follower
 from stepscope.studies.registry import all_studies, find_study, viewables
-from stepscope.studies.runner.estimate import time_left
-from stepscope.studies.runner.runner import REPEATABLE, Runner, new_run, plan_digest
+from stepscope.training.ranks.cases import follow, is_follower
 
 _TRACES = "STEPSCOPE_TRACES"
 

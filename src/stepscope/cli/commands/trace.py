@@ -108,7 +108,7 @@ def _of_observer(options: TraceOptions) -> int:
 
 
 def _observed_page(folder: Path) -> tuple[Page, dict[str, object]]:
-    from stepscope.studies.trace.observed import alarms_of, observed_blocks, rank_table
+    from stepscope.views.trace.observed import alarms_of, observed_blocks, rank_table
 
     ranks = read_folder(folder)
     start = ranks[0].start
@@ -197,8 +197,8 @@ def _read_job(options: TraceOptions, folder: Path) -> tuple[Job, Summary]:
 def _job_page(
     options: TraceOptions, job: Job, summary: Summary, other: Job | None, advice: TraceAdvice
 ) -> Page:
-    from stepscope.studies.trace.job import compared_jobs, job_blocks
-    from stepscope.studies.trace.view import glance_table, trace_blocks
+    from stepscope.views.trace.job import compared_jobs, job_blocks
+    from stepscope.views.trace.view import glance_table, trace_blocks
 
     blocks: tuple[Block, ...] = job_blocks(job)
     if other is not None and options.against is not None:
@@ -267,7 +267,7 @@ def _advice_blocks(advice: TraceAdvice, summary: Summary) -> Iterator[Block]:
 def _page(
     options: TraceOptions, summary: Summary, other: Summary | None, advice: TraceAdvice
 ) -> Page:
-    from stepscope.studies.trace.view import comparison_table, glance_table, trace_blocks
+    from stepscope.views.trace.view import comparison_table, glance_table, trace_blocks
 
     blocks: tuple[Block, ...] = (*_advice_blocks(advice, summary), *trace_blocks(summary))
     if other is not None and options.against is not None:

@@ -12,7 +12,7 @@ from stepscope.report.blocks import Block, Finding, Value
 from stepscope.report.format import duration, number
 from stepscope.report.tables import col, cols, interval, table
 from stepscope.studies.base import Result, results_of
-from stepscope.studies.views.builders import finding, grouped, suffix
+from stepscope.views.builders import finding, grouped, suffix
 
 _FAILED = {
     "timeout": "hangs",

@@ -17,8 +17,8 @@ from stepscope.grading.criteria.implementation import Implementation, Wrapper
 from stepscope.grading.ranks.scenarios import RANKS
 from stepscope.parallel import DDP, FSDP, ShardedOptimizer, World, launch
 from stepscope.studies.base import Bench, Measurement
-from stepscope.studies.ranks.cases import patience
-from stepscope.studies.ranks.steps import Laps, Samples, Step, interleaved, series_of
+from stepscope.training.ranks.cases import patience
+from stepscope.training.ranks.steps import Laps, Samples, Step, interleaved, series_of
 
 _VOCAB, _WIDTH, _LAYERS, _BATCH, _TOKENS = 1024, 256, 4, 8, 64
 _BUCKET_MB = 1.0

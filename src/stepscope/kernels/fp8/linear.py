@@ -36,7 +36,7 @@ from stepscope.kernels.fp8.saved import (
 )
 from stepscope.kernels.matmul import WeightGradients, bias_gradients, concatenated, saved_biases
 from stepscope.kernels.norm import Normed
-from stepscope.kernels.noted import note_bias, note_scaled, noted_amax, take_sums
+from stepscope.kernels.tensor_facts import note_bias, note_scaled, noted_amax, take_sums
 from stepscope.kernels.weight_copies import WeightCopies, Weights
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 

@@ -18,7 +18,7 @@ from stepscope.kernels.fp8.casts import Histories, Operand, Quantized, quantize
 from stepscope.kernels.fp8.recipe import BF16, E4M3, FP8, Recipe
 from stepscope.kernels.launch import kernels_take
 from stepscope.kernels.norm import Normed
-from stepscope.kernels.noted import noted_amax
+from stepscope.kernels.tensor_facts import noted_amax
 from stepscope.torch_tools.saved_tensors import is_saved_output
 
 

@@ -33,7 +33,8 @@ class Settings(NamedTuple):
     transposed: bool
     """The weight is stored as (d, rows)."""
     casts_again: bool
-    """The input is saved in its own dtype anyway: the backward pass casts it again."""
+    """The backward pass has the input in its own dtype, or computes it again, and casts it again:
+    nothing is saved in FP8."""
 
 
 def settings_of(recipe: Recipe, transposed: bool, casts_again: bool) -> Settings:

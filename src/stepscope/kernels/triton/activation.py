@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepscope.attention.triton.softmax import exponential
-from stepscope.kernels.noted import note_amax
+from stepscope.kernels.tensor_facts import note_amax
 from stepscope.kernels.triton import launches
 from stepscope.kernels.triton.magnitude import stored_magnitude
 from stepscope.kernels.triton.norm import add_up

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepscope.kernels.noted import note_amax
+from stepscope.kernels.tensor_facts import note_amax
 from stepscope.kernels.triton import launches
 from stepscope.kernels.triton.magnitude import stored_magnitude
 from stepscope.torch_tools.side_stream import compute_gradients

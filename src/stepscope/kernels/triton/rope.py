@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepscope.kernels.noted import note_amax
+from stepscope.kernels.tensor_facts import note_amax
 from stepscope.kernels.triton.magnitude import finite_magnitude, stored_magnitude
 from stepscope.torch_tools.triton_available import on_its_device
 

@@ -7,7 +7,7 @@ import msgspec
 from stepscope.analysis.floats import FORMATS
 from stepscope.errors import UsageError, unknown_name
 from stepscope.studies.base import Case
-from stepscope.studies.flag_checks import check_each
+from stepscope.training.flag_checks import check_each
 
 SUMS = (
     ("float32", "float32"),

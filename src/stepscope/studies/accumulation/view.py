@@ -20,7 +20,7 @@ from stepscope.studies.accumulation.cases import (
     SumCase,
 )
 from stepscope.studies.base import Result, results_of
-from stepscope.studies.views.builders import capitalized, curve, finding
+from stepscope.views.builders import capitalized, curve, finding
 
 _COURSE = 1000
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from stepscope.analysis.links import COLLECTIVES
-from stepscope.studies.flag_checks import check_at_least, check_each, check_known
-from stepscope.studies.ranks.cases import RankedCase, default_ranks
+from stepscope.training.flag_checks import check_at_least, check_each, check_known
+from stepscope.training.ranks.cases import RankedCase, default_ranks
 
 BACKENDS = ("auto", "gloo", "nccl")
 

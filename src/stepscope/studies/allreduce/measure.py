@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.allreduce.cases import AllReduceCase
 from stepscope.studies.base import Bench, Measurement
-from stepscope.studies.ranks.cases import on_ranks
-from stepscope.studies.ranks.steps import Laps
+from stepscope.training.ranks.cases import on_ranks
+from stepscope.training.ranks.steps import Laps
 
 if TYPE_CHECKING:
     import torch

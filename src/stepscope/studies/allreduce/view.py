@@ -14,10 +14,10 @@ from stepscope.report.format import bytes_, duration, number, percent, rate
 from stepscope.report.tables import col, interval, table
 from stepscope.studies.allreduce.cases import AllReduceCase
 from stepscope.studies.base import Result
-from stepscope.studies.ranks.results import RankedResult, variant_rows
-from stepscope.studies.views.builders import grouped, ids
-from stepscope.studies.views.figures import curves
-from stepscope.studies.views.published import Mine, published_tables
+from stepscope.views.builders import grouped, ids
+from stepscope.views.figures import curves
+from stepscope.views.published import Mine, published_tables
+from stepscope.views.ranks import RankedResult, variant_rows
 
 FORMULA = (
     "busbw = algbw × 2(n-1)/n (all-reduce), (n-1)/n (all-gather, reduce-scatter), 1 (broadcast)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from stepscope.studies.attention.workload import AttentionMode, AttentionWorkload
-from stepscope.studies.flag_checks import check_at_least
+from stepscope.training.flag_checks import check_at_least
 
 MODES: tuple[AttentionMode, ...] = ("forward", "backward")
 

@@ -18,8 +18,8 @@ from stepscope.report.tables import STATUS, col, table
 from stepscope.studies.attention.cases import AttentionCase
 from stepscope.studies.attention.workload import AttentionWorkload
 from stepscope.studies.base import Result
-from stepscope.studies.views.builders import finding, grouped, sampled_curve
-from stepscope.studies.views.published import Mine, published_tables
+from stepscope.views.builders import finding, grouped, sampled_curve
+from stepscope.views.published import Mine, published_tables
 
 _LONGEST = 3
 """Number of longest lengths for the fit: short ones are dominated by CPU time and fixed costs."""

@@ -17,9 +17,9 @@ from stepscope.errors import UsageError
 from stepscope.model.config import PRECISIONS, precision
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Case
-from stepscope.studies.flag_checks import check_at_least
-from stepscope.studies.host_memory import refuse_beyond_host_memory
-from stepscope.studies.training.subject import Subject
+from stepscope.training.flag_checks import check_at_least
+from stepscope.training.host_memory import refuse_beyond_host_memory
+from stepscope.training.subject import Subject
 
 if TYPE_CHECKING:
     import torch

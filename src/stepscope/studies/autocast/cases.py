@@ -9,7 +9,7 @@ from stepscope.errors import unknown_name
 from stepscope.model.sizes import find_size
 from stepscope.records.schema import Part
 from stepscope.studies.base import Case
-from stepscope.studies.flag_checks import check_at_least
+from stepscope.training.flag_checks import check_at_least
 
 FORMATS = ("float16", "bfloat16")
 

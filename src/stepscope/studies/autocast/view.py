@@ -11,7 +11,7 @@ from stepscope.report.format import bytes_, count, percent
 from stepscope.report.tables import Declared, col, cols, failed_table, table
 from stepscope.studies.autocast.cases import AutocastCase, Formats, Operators
 from stepscope.studies.base import Result
-from stepscope.studies.views.builders import capitalized, finding, grouped
+from stepscope.views.builders import capitalized, finding, grouped
 
 _ENDS = ("parameters", "logits", "loss", "gradients")
 _FORMATS = ("float16", "bfloat16", "float32")

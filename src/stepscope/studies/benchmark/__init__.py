@@ -20,8 +20,8 @@ from stepscope.records.schema import Record
 from stepscope.report.blocks import Table
 from stepscope.studies.base import Bench, Measurement, Result, Study
 from stepscope.studies.benchmark.cases import BenchmarkCase, BenchmarkFlags
-from stepscope.studies.training.post_mortem import step_post_mortem
-from stepscope.studies.training.workload import case_of, workloads
+from stepscope.training.post_mortem import step_post_mortem
+from stepscope.training.workload import case_of, workloads
 
 
 class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
@@ -47,14 +47,14 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
         )
 
     def measure(self, case: BenchmarkCase, bench: Bench) -> Measurement:
-        from stepscope.studies.training.timed import measure_step
+        from stepscope.training.timed import measure_step
 
         return measure_step(case, case, bench, energy=case.energy is True)
 
     def verdict(self, records: Sequence[Record]) -> Verdict | None:
         """The longest step of the headline table; where some of its steps were traced, `profile`
         gives the verdict on one of these."""
-        from stepscope.studies.views.verdict import step_verdict
+        from stepscope.views.verdict import step_verdict
 
         ok = [record for record in records if record.status == "ok"]
         own = self.results([record for record in ok if record.study == self.name])

@@ -7,9 +7,9 @@ from typing import Literal
 import msgspec
 
 from stepscope.analysis.predict.plan import MODES, Mode
-from stepscope.studies.flag_checks import check_at_least, check_seconds
-from stepscope.studies.training.flags import WorkloadFlags
-from stepscope.studies.training.workload import Workload
+from stepscope.training.flag_checks import check_at_least, check_seconds
+from stepscope.training.flags import WorkloadFlags
+from stepscope.training.workload import Workload
 
 
 class BenchmarkFlags(WorkloadFlags, frozen=True, kw_only=True):

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from stepscope.analysis.checks import PHASES_OFF, check_record
 from stepscope.analysis.conclusions import NOTHING, Conclusion, conclude, joined
-from stepscope.analysis.effects import Effect, quotient, ratio
+from stepscope.analysis.effects import Effect, ratio
 from stepscope.analysis.group_checks import check_group
 from stepscope.analysis.limits import (
-    achieved_flops,
     host_bound,
-    matrix_ceiling,
     median_ms,
-    mfu,
     phase_sums,
-    tokens_per_second,
 )
-from stepscope.analysis.verdict import AtMost, Share, plain
 from stepscope.errors import some
 from stepscope.records.schema import Record
 from stepscope.records.stats import Summary, summarize
 from stepscope.report.blocks import Finding, Value
-from stepscope.report.format import count, duration, number, percent, rate
+from stepscope.report.format import duration, number, percent, rate
 from stepscope.studies.benchmark.rows import (
     BenchmarkRow,
     DtypePair,
@@ -31,21 +25,17 @@ from stepscope.studies.benchmark.rows import (
     is_steady,
     pairs_of,
 )
-from stepscope.studies.views.builders import failure_findings, finding, grouped
-from stepscope.studies.views.energy import energy_finding
-from stepscope.studies.views.verdict import limit_share, step_limit
+from stepscope.views.builders import failure_findings, finding, grouped
+from stepscope.views.energy import energy_finding
 
 _PASSES = ("forward", "backward", "optimizer")
 _AS_EXPECTED = 0.3
 """Largest distance from 2 at which a ratio needs no explanation."""
-_NEAR = 0.4
-"""Share of the limit from which a step is reported as a success."""
 _GAIN = 1.1
 """Smallest gain that counts: two runs differ by less."""
 
 
 def benchmark_findings(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
-    yield from _distance_from_the_limit(rows)
     yield from _phase_times(rows)
     yield from _backward_over_forward(rows)
     yield from _cpu_bound(rows)
@@ -56,98 +46,6 @@ def benchmark_findings(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
     yield from _phases_against_step(rows)
     yield from _failures(rows)
     yield from _checks(rows)
-
-
-class _Near(NamedTuple):
-    """A training step and its distance from the limit."""
-
-    share: Share
-    row: BenchmarkRow
-    record: Record
-
-    @property
-    def distance(self) -> float:
-        return plain(self.share)
-
-    @property
-    def ahead(self) -> Effect:
-        """The limit over the step, compared with 1."""
-        assert self.row.step is not None
-        return quotient(self.row.step, self.row.step).times(self.distance)
-
-    def ahead_of(self, other: _Near) -> Effect:
-        """Its share of the limit over that of another step."""
-        assert self.row.step is not None
-        assert other.row.step is not None
-        own, others = self.row.step, other.row.step
-        scale = self.distance / other.distance * own.median / others.median
-        return quotient(others, own).times(scale)
-
-
-def _distance_from_the_limit(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
-    """The step that comes closest to the hardware limit, and the one that is farthest from it. The
-    limit of a user's model is unknown: MFU takes its place if no step has a limit."""
-    steps = [(row, record) for row in rows if (record := row.step_record) is not None]
-    known = [
-        _Near(share, row, record)
-        for row, record in steps
-        if (share := limit_share(record, row.workload))
-    ]
-    limited = bool(known)
-    known = known or [_Near(share, row, record) for row, record in steps if (share := mfu(record))]
-    if not known:
-        return
-    best, far = max(known, key=lambda one: one.distance), min(known, key=lambda one: one.distance)
-    row, record = best.row, best.record
-    step, flops, steady = row.step, achieved_flops(record) or 0, is_steady(record)
-    assert step is not None
-    ceiling, utilization = matrix_ceiling(record), mfu(record)
-    limit, basis = step_limit(record, row.workload), ""
-    if limit is not None:
-        own = f" (MFU in {row.workload.dtype}: {percent(utilization)})" if utilization else ""
-        basis = f"limit, {duration(limit.time)} with {limit.dtype} matmuls{own}"
-    elif ceiling is not None:
-        basis = f"{rate(ceiling.value, 'FLOP/s')} that a matmul alone reaches here"
-    farthest = conclude(
-        f"; the farthest is {far.row.name} with {percent(far.share)}", best.ahead_of(far)
-    )
-    values: dict[str, str | float | bool] = {
-        "nearest": row.name,
-        "step_ms": step.median,
-        "flops_per_s": flops,
-        "share": best.distance,
-        "steady": steady,
-        "farthest": far.row.name,
-        "farthest_share": far.distance,
-    }
-    if ceiling is not None:
-        values["ceiling"] = ceiling.value
-    if utilization is not None:
-        values["mfu"] = plain(utilization)
-    if limit is not None:
-        values |= {"limit_ms": limit.ms, "limit_dtype": limit.dtype}
-    if isinstance(best.share, AtMost):
-        values["doubt"] = best.share.reason
-    yield finding(
-        "benchmark.distance-from-limit",
-        f"The training step closest to the {'hardware limit' if limited else 'ceiling'} is"
-        f" {row.name}: {duration(step.median)} (95 % interval {duration(step.low)} to"
-        f" {duration(step.high)}, {'steady' if steady else 'not steady'}),"
-        f" {count(tokens_per_second(record) or 0)} tokens/s, {rate(flops, 'FLOP/s')}.",
-        [one.record for one in known],
-        values,
-        conclusion=conclude(
-            f"That is {percent(best.share)} of the {basis}{farthest}{_doubt(best.share)}.",
-            best.ahead,
-        ),
-        tone="good"
-        if best.ahead.against(_NEAR).above and steady and "doubt" not in values
-        else "info",
-    )
-
-
-def _doubt(share: Share) -> str:
-    return f"; upper bounds, because {share.reason}" if isinstance(share, AtMost) else ""
 
 
 def _backward_over_forward(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:

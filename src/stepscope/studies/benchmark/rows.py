@@ -19,7 +19,7 @@ from stepscope.report.blocks import Cell, Spread
 from stepscope.report.tables import STATUS
 from stepscope.studies.base import Result
 from stepscope.studies.benchmark.cases import BenchmarkCase
-from stepscope.studies.views.builders import grouped
+from stepscope.views.builders import grouped
 
 _STEP, _WITH_BACKWARD = "train-step", "forward-backward"
 _SOURCES = {

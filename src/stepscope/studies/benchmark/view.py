@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from stepscope.analysis.limits import achieved_flops, mfu
-from stepscope.analysis.verdict import plain
+from stepscope.analysis.limits import achieved_flops
 from stepscope.model.config import precision
 from stepscope.records.schema import Record
 from stepscope.records.stats import stability, summarize
-from stepscope.report.blocks import Block, Figure, LimitLine, Table
+from stepscope.report.blocks import Block, Figure, Table
 from stepscope.report.format import percent
 from stepscope.report.tables import col, cols, table
 from stepscope.studies.base import Result
@@ -26,20 +25,19 @@ from stepscope.studies.benchmark.rows import (
     pairs_of,
     rows_of,
 )
-from stepscope.studies.identity import step_columns
-from stepscope.studies.views.builders import (
+from stepscope.views.builders import (
     HOST_BOUND,
     HOST_SHARE,
     MFU,
     STEP_MS,
     TOKENS,
-    curve,
     grouped,
     sampled_curve,
     suffix,
 )
-from stepscope.studies.views.published import Mine, published_tables, step_conditions
-from stepscope.studies.views.verdict import limit_share
+from stepscope.views.identity import step_columns
+from stepscope.views.published import Mine, published_tables, step_conditions
+from stepscope.views.verdict import limit_share
 
 _HEADLINE_ROWS = 12
 """Rows above which the headline shows a single context."""
@@ -232,7 +230,6 @@ def _figures(rows: Sequence[BenchmarkRow]) -> Iterator[Figure]:
             for label, members in variants.items()
         }
         yield _time_against_size(at_context, context)
-        yield from _mfu_by_size(at_context, context)
 
 
 def _label(row: BenchmarkRow, names: Sequence[str]) -> str:
@@ -280,26 +277,4 @@ def _time_against_size(variants: dict[str, list[BenchmarkRow]], context: int) ->
         x_label=f"size, at context {context}",
         y_label="step, ms",
         caption="Median of the samples; thin bars show the interquartile range.",
-    )
-
-
-def _mfu_by_size(variants: dict[str, list[BenchmarkRow]], context: int) -> Iterator[Figure]:
-    bars: dict[str, dict[str, float]] = {}
-    for label, rows in variants.items():
-        for row in rows:
-            share = mfu(row.step_record) if row.step_record else None
-            if share is not None:
-                bars.setdefault(label, {})[row.workload.size] = 100 * plain(share)
-    if not bars:
-        return
-    yield Figure(
-        name="benchmark-ceiling",
-        title="MFU of a training step",
-        kind="bars",
-        curves=tuple(curve(label, shares.items()) for label, shares in bars.items()),
-        x_label=f"size, at context {context}",
-        y_label="MFU, %",
-        marks=(LimitLine(label="matmul alone", value=100.0),),
-        caption="Model FLOPs per second over the matmul rate measured on this machine, in the dtype"
-        " of the step.",
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from stepscope.studies.base import Bench, Study
 from stepscope.studies.checkpointing.cases import CheckpointingCase, CheckpointingFlags, cases_of
-from stepscope.studies.training.post_mortem import step_post_mortem
+from stepscope.training.post_mortem import step_post_mortem
 
 
 class Checkpointing(Study[CheckpointingFlags, CheckpointingCase]):

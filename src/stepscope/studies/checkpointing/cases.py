@@ -12,10 +12,10 @@ from stepscope.analysis.predict.fit import MARGIN
 from stepscope.analysis.predict.step import predict
 from stepscope.errors import UsageError
 from stepscope.model.checkpointing import NESTED, NONE, recomputed_blocks, segment_sizes
-from stepscope.studies.flag_checks import check_at_least
-from stepscope.studies.training.flags import WorkloadFlags
-from stepscope.studies.training.plans import plan_of
-from stepscope.studies.training.workload import Workload, case_of, workloads
+from stepscope.training.flag_checks import check_at_least
+from stepscope.training.flags import WorkloadFlags
+from stepscope.training.plans import plan_of
+from stepscope.training.workload import Workload, case_of, workloads
 
 _POWERS = (1, 2, 4, 8, 16, 32)
 _GIB = 2**30

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.checkpointing.cases import CheckpointingCase, chosen_for
-from stepscope.studies.training.factory import make_step
-from stepscope.studies.training.peaks import counted_peaks, peak_quantities, plain_steps
+from stepscope.training.factory import make_step
+from stepscope.training.peaks import counted_peaks, peak_quantities, plain_steps
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device

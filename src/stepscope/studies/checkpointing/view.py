@@ -22,7 +22,7 @@ from stepscope.report.format import bytes_, counted, duration, number, percent
 from stepscope.report.tables import col, table
 from stepscope.studies.base import Result
 from stepscope.studies.checkpointing.cases import CheckpointingCase
-from stepscope.studies.views.builders import curve, finding, grouped, suffix
+from stepscope.views.builders import curve, finding, grouped, suffix
 
 _GIB = 2**30
 _SAME = 0.01

@@ -27,7 +27,7 @@ from stepscope.studies.compile.cases import (
     ModelCase,
     TraceCase,
 )
-from stepscope.studies.training.workload import case_of, workloads
+from stepscope.training.workload import case_of, workloads
 
 
 class Compile(Study[CompileFlags, CompileCase]):

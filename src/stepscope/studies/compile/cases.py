@@ -6,8 +6,8 @@ from typing import Literal
 
 from stepscope.errors import UsageError
 from stepscope.studies.attention.workload import AttentionWorkload
-from stepscope.studies.training.flags import WorkloadFlags
-from stepscope.studies.training.workload import Workload
+from stepscope.training.flags import WorkloadFlags
+from stepscope.training.workload import Workload
 
 Part = Literal["trace", "attention", "model"]
 PARTS: tuple[Part, ...] = ("trace", "attention", "model")

@@ -20,12 +20,12 @@ from stepscope.records.schema import Clock, Quantity, Series
 from stepscope.studies.attention.workload import AttentionStep
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.compile.cases import AttentionCase, CompileCase, ModelCase, TraceCase
-from stepscope.studies.training.factory import make_step
-from stepscope.studies.training.flags import GRAPHS_OF_TORCH
+from stepscope.training.factory import make_step
+from stepscope.training.flags import GRAPHS_OF_TORCH
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
-    from stepscope.studies.training.subject import Subject
+    from stepscope.training.subject import Subject
 
 TimedCase = ModelCase | AttentionCase
 CACHE = "TORCHINDUCTOR_CACHE_DIR"

@@ -17,8 +17,8 @@ from stepscope.report.format import count, duration, number
 from stepscope.report.tables import Declared, col, failed_table, table
 from stepscope.studies.base import Result
 from stepscope.studies.compile.cases import AttentionCase, CompileCase, TraceCase
-from stepscope.studies.training.flags import GRAPHS_OF_TORCH
-from stepscope.studies.views.builders import (
+from stepscope.training.flags import GRAPHS_OF_TORCH
+from stepscope.views.builders import (
     HOST_BOUND,
     bracketed,
     curve,
@@ -113,7 +113,6 @@ def _findings(rows: Sequence[CompileRow], timed: Sequence[CompileRow]) -> Iterat
     if timed:
         yield from _phases(timed)
         yield _gain(timed)
-        yield from _cpu_bound(timed)
         yield from _first_step(timed)
     for row in timed:
         if row.record.quantity("recompiled_while_timed"):
@@ -212,35 +211,6 @@ def _graph_breaks(ok: Sequence[CompileRow]) -> Finding:
         )
     tone: Tone = "warn" if broken else "good"
     return finding("compile.graph-breaks", text, ok, values, tone=tone, timed=False)
-
-
-def _cpu_bound(timed: Sequence[CompileRow]) -> Iterator[Finding]:
-    eager = [row for row in timed if row.cpu_bound("eager")]
-    if not eager:
-        return
-    still = [row for row in eager if row.cpu_bound("compiled")]
-    gains = [_step_gain(row) for row in eager]
-    ends = dict.fromkeys(number(end, 3) for end in (min(gains), max(gains)))
-    text = (
-        f"{len(eager)} of {len(timed)} cases are CPU-bound when eager, with a speedup of"
-        f" {' to '.join(ends)} times"
-    )
-    if still:
-        text += f"; {len(still)} of them are still CPU-bound when compiled"
-    values = {"eager": len(eager), "compiled": len(still), "cases": len(timed)}
-    shown = [row for row in eager if _effect(row).above]
-    bound = [share.effect for row in shown if (share := host_bound(row.record, "eager"))]
-    yield finding(
-        "compile.host-bound",
-        f"{text}.",
-        timed,
-        values,
-        conclusion=conclude(
-            "There the speedup comes from fewer or cheaper launches.", *map(_effect, shown), *bound
-        )
-        if shown
-        else NOTHING,
-    )
 
 
 def _first_step(timed: Sequence[CompileRow]) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from stepscope.studies.course.committed import Committed, committed_answers, key
 from stepscope.studies.course.needs import NEEDS
 from stepscope.studies.course.problem import Edition, Part, Problem
 from stepscope.studies.trusted import banner
-from stepscope.studies.views.accounting import section
+from stepscope.views.accounting import section
 
 Answers = Mapping[str, Committed]
 Wanted = Mapping[str, Collection[tuple[str, str]]]

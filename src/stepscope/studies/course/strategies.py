@@ -13,9 +13,9 @@ from stepscope.analysis.effects import difference, paired
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Finding, Value
 from stepscope.report.format import duration, number, percent
-from stepscope.studies.ranks.results import RankedResult
 from stepscope.studies.registry import find_measurable
-from stepscope.studies.views.builders import bracketed
+from stepscope.views.builders import bracketed
+from stepscope.views.ranks import RankedResult
 
 ALONE = "no communication"
 """Variant of the step in which every rank trains on its own."""

@@ -19,7 +19,7 @@ from stepscope.report.blocks import Block, Cell, Curve, Figure, Finding, Interva
 from stepscope.report.format import bytes_, duration, percent, rate
 from stepscope.report.tables import col, interval, table
 from stepscope.studies.ddp.results import DDPResult
-from stepscope.studies.views.builders import curve, suffix
+from stepscope.views.builders import curve, suffix
 
 GOOD_FIT = 0.25
 """Largest accepted relative distance of a measured time from the fit."""

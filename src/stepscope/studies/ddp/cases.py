@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from stepscope.studies.flag_checks import check_each, check_known
-from stepscope.studies.ranks.subject import RankedFlags, RankedStep
+from stepscope.training.flag_checks import check_each, check_known
+from stepscope.training.ranks.subject import RankedFlags, RankedStep
 
 DTYPES = ("float32", "bfloat16", "bfloat16-pure")
 ALONE = "no communication"

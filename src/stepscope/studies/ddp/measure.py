@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
-from stepscope.studies.ranks.cases import on_ranks
-from stepscope.studies.ranks.memory import Kind, require_memory
-from stepscope.studies.ranks.one_process import (
+from stepscope.training.ranks.cases import CHECK_STEPS, on_ranks
+from stepscope.training.ranks.memory import Kind, require_memory
+from stepscope.training.ranks.one_process import (
     CHECK_EPS,
     OneProcess,
     Subject,
@@ -21,8 +21,7 @@ from stepscope.studies.ranks.one_process import (
     subject_of,
     train_alone,
 )
-from stepscope.studies.ranks.results import CHECK_STEPS
-from stepscope.studies.ranks.steps import (
+from stepscope.training.ranks.steps import (
     Lanes,
     Laps,
     Samples,
@@ -37,7 +36,7 @@ from stepscope.studies.ranks.steps import (
     settle,
     trained_step,
 )
-from stepscope.studies.ranks.subject import Fed
+from stepscope.training.ranks.subject import Fed
 
 if TYPE_CHECKING:
     from torch import nn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stepscope.analysis.effects import Effect, difference
 from stepscope.studies.ddp.cases import ALONE, DDPCase
-from stepscope.studies.ranks.results import RankedResult
+from stepscope.views.ranks import RankedResult
 
 PHASES = ("forward", "backward", "waited", "optimizer")
 

@@ -14,10 +14,10 @@ from stepscope.studies.base import Result
 from stepscope.studies.ddp.buckets import bucket_blocks
 from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
 from stepscope.studies.ddp.results import PHASES, DDPResult
-from stepscope.studies.ranks.results import difference_column, step_column, variant_rows
-from stepscope.studies.views.builders import bracketed, rated
-from stepscope.studies.views.figures import curves, lane
-from stepscope.studies.views.published import published_tables, ranked_step
+from stepscope.views.builders import bracketed, rated
+from stepscope.views.figures import curves, lane
+from stepscope.views.published import published_tables, ranked_step
+from stepscope.views.ranks import difference_column, step_column, variant_rows
 
 Lanes = dict[str, dict[str, list[tuple[float, float, str]]]]
 """Timeline of a step by strategy and lane: start, end, label."""

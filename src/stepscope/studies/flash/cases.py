@@ -13,7 +13,7 @@ from stepscope.attention.tiles import Pass
 from stepscope.errors import UsageError
 from stepscope.model.config import PRECISIONS, precision
 from stepscope.studies.attention.workload import AttentionInputs, AttentionWorkload, check_rule
-from stepscope.studies.flag_checks import check_at_least, check_seconds
+from stepscope.training.flag_checks import check_at_least, check_seconds
 
 Part = Literal["grid", "race"]
 PARTS: tuple[Part, ...] = ("grid", "race")

@@ -10,7 +10,7 @@ from stepscope.records.schema import Ceiling
 from stepscope.report.blocks import Curve, Figure, LimitLine
 from stepscope.studies.flash.cases import GRID_ATTENTIONS
 from stepscope.studies.flash.rows import GridRow
-from stepscope.studies.views.builders import curve, grouped
+from stepscope.views.builders import curve, grouped
 
 _MEMORY_HEAD = 64
 _ORDER = (*GRID_ATTENTIONS, *(n for n in IMPLEMENTATION_NAMES if n not in GRID_ATTENTIONS))

@@ -16,7 +16,7 @@ from stepscope.report.blocks import Finding, Value
 from stepscope.report.format import bytes_, count, counted, duration, number, percent, rate
 from stepscope.studies.attention.workload import RESULTS
 from stepscope.studies.flash.rows import OURS, GridRow, sort_key
-from stepscope.studies.views.builders import failure_findings, finding, grouped
+from stepscope.views.builders import failure_findings, finding, grouped
 
 HOST_MARK = "*"
 TILED, NAIVE = "tiled", "reference"

@@ -16,7 +16,7 @@ from stepscope.report.format import number
 from stepscope.report.tables import col, table
 from stepscope.studies.flash.cases import PASSES
 from stepscope.studies.flash.rows import OURS, GridRow, integer_quantity
-from stepscope.studies.views.builders import grouped
+from stepscope.views.builders import grouped
 
 _MAX_NAME = 48
 _MODE = {"forward": "forward", "key_value": "backward", "query": "backward"}

@@ -15,7 +15,7 @@ from stepscope.report.format import counted, duration, number
 from stepscope.report.tables import col, table
 from stepscope.studies.flash.cases import PUBLISHED_SHAPES
 from stepscope.studies.flash.rows import OURS, AttentionRace, sort_key
-from stepscope.studies.views.builders import finding, rated, ratio_cell
+from stepscope.views.builders import finding, rated, ratio_cell
 
 PUBLISHED = tuple(shape.replace("x", ",") for shape in PUBLISHED_SHAPES)
 LEADERBOARD = PUBLISHED[0]

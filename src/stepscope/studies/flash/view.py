@@ -29,12 +29,11 @@ from stepscope.studies.flash.findings import (
 )
 from stepscope.studies.flash.kernels import (
     health_table,
-    kernels_seen,
     kernels_table,
 )
 from stepscope.studies.flash.races import race_findings, race_table, speed_table
-from stepscope.studies.flash.rows import GRADIENTS, GridRow, grid_rows, races
-from stepscope.studies.views.builders import grouped
+from stepscope.studies.flash.rows import GridRow, grid_rows, races
+from stepscope.views.builders import grouped
 
 _LEGEND = (
     "Forward and backward: ms · {unit} · share of the matmul rate measured here in that dtype."
@@ -299,32 +298,4 @@ def _cell_tables(rows: Sequence[GridRow]) -> Iterator[Table]:
             columns,
             caption="Median with its 95 % interval. The backward pass is timed alone, from an"
             " existing output gradient; both is a forward and a backward pass timed together.",
-        )
-    shown = [
-        row
-        for row in rows
-        if row.record.status == "ok" and (row.peak or row.error_ratio("output") is not None)
-    ]
-    error = "largest error against float64, over that of the reference in this dtype"
-    saved = "allocated by the forward pass, including its output"
-    predicted = "saved bytes predicted from the shapes"
-    gradients = "the worst of dQ, dK, dV"
-    columns = [
-        *_IDENTITY,
-        col("peak", lambda r: r.peak, "bytes", hint="of forward and backward, including inputs"),
-        col("saved", lambda r: r.record.quantity("saved_bytes"), "bytes", hint=saved),
-        col("predicted", lambda r: r.predicted_saved, "bytes", hint=predicted),
-        col("output error", lambda r: r.error_ratio("output"), unit="×", hint=error),
-        col("gradient error", lambda r: r.error_ratio(*GRADIENTS), unit="×", hint=gradients),
-        col("kernels, forward", lambda r: kernels_seen(r, "forward")),
-        col("kernels, backward", lambda r: kernels_seen(r, "backward")),
-    ]
-    if shown:
-        yield table(
-            "flash-memory-accuracy",
-            "All cells: memory, accuracy, kernels",
-            shown,
-            columns,
-            caption="Errors up to length 4096. Kernels seen by the profiler, with attention kernels"
-            " first and names shortened.",
         )

@@ -11,10 +11,10 @@ from stepscope.errors import UsageError
 from stepscope.kernels.fp8.recipe import BLOCKWISE, E4M3, E5M2, ROWWISE, TENSORWISE, Recipe
 from stepscope.model.sizes import find_size
 from stepscope.records.schema import Part
-from stepscope.studies.flag_checks import check_at_least, check_known
-from stepscope.studies.training.model_names import check_name
-from stepscope.studies.training.text import VOCAB
-from stepscope.studies.training.workload import Workload, case_of
+from stepscope.training.flag_checks import check_at_least, check_known
+from stepscope.training.model_names import check_name
+from stepscope.training.text import VOCAB
+from stepscope.training.workload import Workload, case_of
 
 CURRENT = (TENSORWISE, ROWWISE, BLOCKWISE)
 """Scalings from the current values of a tensor; delayed scaling is measured by its saturation."""

@@ -9,7 +9,7 @@ from stepscope.report.format import percent
 from stepscope.report.tables import col, cols, table
 from stepscope.studies.fp8.cases import ONLY, WITHOUT, GradientError, GradientPass, LayerGroup
 from stepscope.studies.fp8.rows import Examined, Gradients, Subject
-from stepscope.studies.views.builders import finding
+from stepscope.views.builders import finding
 
 _NOT_FINITE = "not finite"
 

@@ -19,8 +19,8 @@ from stepscope.studies.fp8.cases import (
     LayerGroup,
 )
 from stepscope.studies.fp8.layers import EMULATED, Linears, use_fp8
-from stepscope.studies.training.subject import TrainingStep, run_in_order
-from stepscope.studies.views.builders import grouped
+from stepscope.training.subject import TrainingStep, run_in_order
+from stepscope.views.builders import grouped
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -11,10 +11,10 @@ import msgspec
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.fp8.cases import Fp8Case, GradientProbe, TensorsCase, TrainingCase
-from stepscope.studies.training.factory import make_step
-from stepscope.studies.training.subject import TrainingStep
-from stepscope.studies.training.text import TextBatches
-from stepscope.studies.training.workload import Workload
+from stepscope.training.factory import make_step
+from stepscope.training.subject import TrainingStep
+from stepscope.training.text import TextBatches
+from stepscope.training.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
@@ -149,8 +149,8 @@ class _Trained:
 
 def _loader(case: Workload, step: TrainingStep, device: Device, seed: int) -> Callable[[int], None]:
     """Return a function that gives the step the batch of an index."""
-    from stepscope.studies.own.step import UserStep
-    from stepscope.studies.training.transformer import TransformerStep
+    from stepscope.training.transformer import TransformerStep
+    from stepscope.training.user_step import UserStep
 
     if isinstance(step, UserStep):
         return lambda _: step.next_batch()

@@ -24,7 +24,7 @@ from stepscope.studies.fp8.cases import (
     TensorsCase,
     TrainingCase,
 )
-from stepscope.studies.views.builders import grouped
+from stepscope.views.builders import grouped
 
 TOO_MUCH = 0.1
 """Relative error of a GEMM from which on its layer should stay in bfloat16. Rounding alone gives

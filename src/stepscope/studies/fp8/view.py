@@ -23,7 +23,7 @@ from stepscope.studies.fp8.rows import (
     Subject,
     subjects,
 )
-from stepscope.studies.views.builders import Source, curve, finding, suffix
+from stepscope.views.builders import Source, curve, finding, suffix
 
 _DRAWN = 12
 """Layers in a figure."""
@@ -31,7 +31,6 @@ _LISTED = 40
 """Layers in a table."""
 _SCALES = {"tensorwise": "per tensor", "rowwise": "per row", "blockwise": "per 1×128 values"}
 _ROLES = {"input": "inputs", "weight": "weights", "gradient": "output gradients"}
-_UNDERFLOW_FROM = 0.01
 
 
 def view(results: Sequence[Result[Fp8Case]]) -> tuple[Block, ...]:
@@ -42,8 +41,7 @@ def view(results: Sequence[Result[Fp8Case]]) -> tuple[Block, ...]:
         if subject.examined is not None:
             blocks += _examined_findings(subject, subject.examined)
         if subject.trained:
-            blocks += [_loss_figure(subject, at), _difference_figure(subject, at)]
-            blocks.append(_training_table(subject, at))
+            blocks += [_loss_figure(subject, at), _training_table(subject, at)]
         if subject.examined is not None:
             blocks += _examined_blocks(subject, subject.examined, at)
     return (*blocks, *failed_table("fp8", [result.record for result in results]))
@@ -132,7 +130,6 @@ def _verdict(subject: Subject) -> Iterator[Finding]:
 def _examined_findings(subject: Subject, examined: Examined) -> Iterator[Finding]:
     yield _gemm_finding(subject, examined)
     yield from gradient_finding(subject, examined)
-    yield from _underflow_finding(subject, examined)
     if examined.left_out:
         listed = some([f"{name} ({why})" for name, why in examined.left_out.items()])
         yield finding(
@@ -193,36 +190,6 @@ def _gemm_finding(subject: Subject, examined: Examined) -> Finding:
     )
 
 
-def _underflow_finding(subject: Subject, examined: Examined) -> Iterator[Finding]:
-    def most(scaling: str, dtype: str = E4M3) -> tuple[float, str, str]:
-        return max(
-            (layer.underflow(role, scaling, dtype), layer.name, role)
-            for layer in examined.layers
-            for role in ROLES
-        )
-
-    share, name, role = most(TENSORWISE)
-    values: dict[str, Value] = {
-        "model": subject.name,
-        "share": share,
-        "layer": name,
-        "role": role,
-        "e5m2": most(TENSORWISE, E5M2)[0],
-        "blockwise": most("blockwise")[0],
-    }
-    yield finding(
-        "fp8.underflow",
-        f"At most {percent(share)} of the nonzero values of a tensor of {subject.name} become zero"
-        f" in e4m3 with one scale per tensor ({_ROLES[role]} of {name}); at most"
-        f" {percent(most(TENSORWISE, E5M2)[0])} in e5m2, and {percent(most('blockwise')[0])} in"
-        " e4m3 with a scale per 1×128 values.",
-        examined,
-        values,
-        tone="warn" if share > _UNDERFLOW_FROM else "info",
-        timed=False,
-    )
-
-
 def _loss_figure(subject: Subject, at: str) -> Figure:
     curves = []
     for number_, trained in enumerate(subject.trained):
@@ -244,28 +211,6 @@ def _loss_figure(subject: Subject, at: str) -> Figure:
         x_label="step",
         y_label="loss, nats",
         caption="Pairs with the same weights and data; running mean of a tenth of the steps.",
-    )
-
-
-def _difference_figure(subject: Subject, at: str) -> Figure:
-    curves = []
-    for style, trained in enumerate(subject.trained):
-        for pair in trained.pairs:
-            seed = "" if pair is trained.pairs[0] else f", seed {pair.case.seed}"
-            both = zip(_smoothed(pair, "fp8"), _smoothed(pair, "bf16"), strict=False)
-            points = (
-                (float(step), (fp8 - bf16) / abs(bf16))
-                for step, (fp8, bf16) in enumerate(both, 1)
-                if bf16
-            )
-            curves.append(curve(f"{trained.recipe}{seed}", points, style))
-    return Figure(
-        name=f"fp8-difference{at}",
-        title=f"Loss of {subject.name} in FP8 relative to bfloat16",
-        curves=tuple(each for each in curves if each.x),
-        x_label="step",
-        y_label="FP8 minus bfloat16, relative",
-        caption="The same running means.",
     )
 
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.fsdp.gathers import GATHERS, Gather, RankGathers
-from stepscope.studies.ranks.steps import Span, Stopwatch, Trained, one_step, progress, settle
-from stepscope.studies.ranks.subject import Fed, RankedStep
 from stepscope.studies.sharding.cases import FSDP_STRATEGIES, FULLY
 from stepscope.studies.sharding.measure import make, measure_case
+from stepscope.training.ranks.steps import Span, Stopwatch, Trained, one_step, progress, settle
+from stepscope.training.ranks.subject import Fed, RankedStep
 
 if TYPE_CHECKING:
     from stepscope.parallel import World
-    from stepscope.studies.ranks.one_process import Subject
+    from stepscope.training.ranks.one_process import Subject
 
 WARMUP = 2
 """Steps before the first that is observed: the order of prefetches is that of the step before."""

@@ -14,8 +14,8 @@ from stepscope.report.format import duration, number, percent
 from stepscope.report.tables import col, interval, table
 from stepscope.studies.fsdp.gathers import GATHERS, Gather, RankGathers
 from stepscope.studies.sharding.view import ShardingResult
-from stepscope.studies.views.builders import grouped
-from stepscope.studies.views.figures import lane
+from stepscope.views.builders import grouped
+from stepscope.views.figures import lane
 
 PASSES = ("forward", "backward")
 _MAX_LABELED = 40

@@ -9,7 +9,6 @@ from stepscope.report.format import bytes_, percent
 from stepscope.report.tables import col
 from stepscope.studies.base import Result
 from stepscope.studies.fsdp.timeline import gather_blocks
-from stepscope.studies.ranks.subject import RankedStep
 from stepscope.studies.sharding.cases import FSDP_STRATEGIES, FULLY, TORCH_FULLY, UNSHARDED
 from stepscope.studies.sharding.view import (
     KINDS,
@@ -21,6 +20,7 @@ from stepscope.studies.sharding.view import (
     station_table,
     strategies_table,
 )
+from stepscope.training.ranks.subject import RankedStep
 
 CLOSE = 0.05
 """Largest accepted deviation from an equal share: small parameters are on every rank."""

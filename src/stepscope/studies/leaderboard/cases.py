@@ -7,9 +7,9 @@ from typing import Literal
 import msgspec
 
 from stepscope.model.config import ModelConfig, precision
-from stepscope.studies.flag_checks import check_at_least, check_each, check_known, check_seconds
-from stepscope.studies.ranks.cases import RankedCase
-from stepscope.studies.training.shape import FIELDS, model_shape, size_key, size_name
+from stepscope.training.flag_checks import check_at_least, check_each, check_known, check_seconds
+from stepscope.training.ranks.cases import RankedCase
+from stepscope.training.shape import FIELDS, model_shape, size_key, size_name
 
 LIMIT_S = 600.0
 """Time of a run from empty caches, in the handout."""

@@ -14,9 +14,9 @@ from stepscope.records.schema import Quantity, Series
 from stepscope.report.format import bytes_
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.leaderboard.cases import LIMIT_S, LeaderboardCase
-from stepscope.studies.ranks.cases import on_ranks
-from stepscope.studies.training.plans import prediction_for
-from stepscope.studies.training.workload import Workload
+from stepscope.training.plans import prediction_for
+from stepscope.training.ranks.cases import on_ranks
+from stepscope.training.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
@@ -112,7 +112,7 @@ def time_steps(world: World, case: LeaderboardCase) -> RankTimes:
     import torch
 
     from stepscope.parallel import DDP
-    from stepscope.studies.training.factory import make_step
+    from stepscope.training.factory import make_step
 
     start = time.perf_counter()
     device = _device_of(world)

@@ -9,8 +9,8 @@ from stepscope.report.format import bytes_, counted, duration, percent
 from stepscope.report.tables import col, failed_table, table
 from stepscope.studies.base import Result
 from stepscope.studies.leaderboard.cases import CONTEXT, LIMIT_S, PER_RANK, RANKS, LeaderboardCase
-from stepscope.studies.ranks.results import RankedResult, step_column
-from stepscope.studies.training.shape import model_shape
+from stepscope.training.shape import model_shape
+from stepscope.views.ranks import RankedResult, step_column
 
 _FULL = model_shape("8b", "2026", CONTEXT, {})
 _SECONDS = {"build_s": "build", "first_s": "first step", "total_s": "total"}

@@ -13,8 +13,8 @@ from typing import Any
 
 from stepscope.studies.base import Bench, Study
 from stepscope.studies.memory.cases import MemoryCase, MemoryFlags
-from stepscope.studies.training.post_mortem import step_post_mortem
-from stepscope.studies.training.workload import case_of, workloads
+from stepscope.training.post_mortem import step_post_mortem
+from stepscope.training.workload import case_of, workloads
 
 
 class Memory(Study[MemoryFlags, MemoryCase]):

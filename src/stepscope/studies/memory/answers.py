@@ -11,7 +11,7 @@ from stepscope.report.blocks import Finding, Table, Value
 from stepscope.report.format import bytes_, count, counted, percent
 from stepscope.report.tables import col, table
 from stepscope.studies.memory.rows import Accounted, Block, leading
-from stepscope.studies.views.builders import finding, grouped
+from stepscope.views.builders import finding, grouped
 
 _LARGEST = 5
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from stepscope.analysis.predict.plan import Mode
-from stepscope.studies.flag_checks import check_at_least
-from stepscope.studies.training.flags import WorkloadFlags
-from stepscope.studies.training.workload import Workload
+from stepscope.training.flag_checks import check_at_least
+from stepscope.training.flags import WorkloadFlags
+from stepscope.training.workload import Workload
 
 Snapshot = Literal["yes", "no"]
 

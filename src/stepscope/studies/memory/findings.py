@@ -18,9 +18,9 @@ from stepscope.studies.memory.rows import (
     Planned,
     but_for_context,
 )
-from stepscope.studies.training.plans import can_be_predicted, prediction_for
-from stepscope.studies.training.post_mortem import NOTE, examined, read_refusal
-from stepscope.studies.views.builders import finding
+from stepscope.training.plans import can_be_predicted, prediction_for
+from stepscope.training.post_mortem import NOTE, examined, read_refusal
+from stepscope.views.builders import finding
 
 _CLOSED = 0.01
 _PREDICTED = 0.05

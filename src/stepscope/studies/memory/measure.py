@@ -22,19 +22,19 @@ from stepscope.records.memory import (
 from stepscope.records.schema import quantities
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.memory.cases import MemoryCase
-from stepscope.studies.trace.measure import TRACES
-from stepscope.studies.training.factory import make_step
-from stepscope.studies.training.peaks import (
+from stepscope.training.factory import make_step
+from stepscope.training.peaks import (
     account,
     peak_quantities,
     plain_steps,
 )
-from stepscope.studies.training.workload import Workload
+from stepscope.training.traced import TRACES
+from stepscope.training.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.measure.allocator import CudaAllocator
     from stepscope.measure.device import Device
-    from stepscope.studies.training.subject import TrainingStep
+    from stepscope.training.subject import TrainingStep
 
 
 def measure(case: MemoryCase, bench: Bench) -> Measurement:

@@ -18,84 +18,14 @@ from stepscope.records.memory import (
     PARAMETERS,
     Course,
     GradientMoments,
-    Peaks,
-    PhasePeak,
     Point,
-    Saved,
     SavedTensor,
-    Standing,
-    kind_of,
-    saved_bytes,
 )
 from stepscope.records.schema import Record
 from stepscope.studies.base import Result
-from stepscope.studies.identity import OfStep
 from stepscope.studies.memory.cases import MemoryCase
-
-
-class Account:
-    """The memory ledger of one recorded step, of any program."""
-
-    def __init__(self, record: Record, name: str = "") -> None:
-        self.record, self.name = record, name or record.case
-
-    @cached_property
-    def phases(self) -> tuple[PhasePeak, ...]:
-        return self.record.required("ledger", Peaks)
-
-    @cached_property
-    def saved(self) -> tuple[SavedTensor, ...]:
-        return self.record.required("saved", Saved)
-
-    @property
-    def on_cuda(self) -> bool:
-        return self.record.environment.device_kind == "cuda"
-
-    @property
-    def peak(self) -> float:
-        return self.bytes("peak_bytes") or 0.0
-
-    def bytes(self, name: str, phase: str = "") -> float | None:
-        return self.record.quantity(name, phase=phase)
-
-    @cached_property
-    def highest(self) -> PhasePeak:
-        return max(self.phases, key=lambda peak: peak.allocated)
-
-    @cached_property
-    def ends(self) -> tuple[PhasePeak, ...]:
-        """Live bytes at the end of each phase; empty in records of older versions."""
-        return self.record.attachment("ends", Peaks) or ()
-
-    @cached_property
-    def standing(self) -> dict[str, Standing]:
-        """Bytes of CUDA's allocator and driver at those moments of a plain step."""
-        return self.record.attachment("standing", dict[str, Standing]) or {}
-
-    @property
-    def unattributed_share(self) -> float:
-        """Largest unattributed share of the peak, over all peaks and ends of phases."""
-        left = max(abs(moment.unattributed) for moment in (*self.phases, *self.ends))
-        return left / self.highest.allocated if self.highest.allocated else 0
-
-    def line(self, name: str) -> int:
-        """Largest size of a line at the peak of any phase."""
-        return max((peak.lines.get(name, 0) for peak in self.phases), default=0)
-
-    @cached_property
-    def kept(self) -> int:
-        """Largest size of the activations saved for backward."""
-        return max((saved_bytes(peak.lines) for peak in self.phases), default=0)
-
-    def groups(self, peak: PhasePeak) -> dict[str, int]:
-        """Sizes by kind; everything saved for backward is one kind."""
-        sizes: dict[str, int] = {}
-        for line, size in peak.lines.items():
-            kind = kind_of(line)
-            sizes[kind] = sizes.get(kind, 0) + size
-        if peak.unattributed:
-            sizes["unattributed"] = peak.unattributed
-        return sizes
+from stepscope.views.identity import OfStep
+from stepscope.views.memory import Account
 
 
 class Planned(NamedTuple):

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-
-import msgspec
+from collections.abc import Iterator, Sequence
 
 from stepscope.records.memory import (
-    GRADIENTS,
-    INPUTS,
     LIBRARIES,
-    OPTIMIZER,
-    PARAMETERS,
-    RECOMPUTED,
     ROUNDING,
-    SAVED_KIND,
-    TEMPORARIES,
     WEIGHT_COPIES,
     WITHIN_OPERATORS,
     PhasePeak,
-    SavedTensor,
 )
 from stepscope.report.blocks import Block, Cell, Curve, Figure, LimitLine, Span, Table
 from stepscope.report.format import bytes_
 from stepscope.report.tables import col, cols, failed_table, table
 from stepscope.studies.base import Result
-from stepscope.studies.identity import step_columns
 from stepscope.studies.memory.answers import block_table
 from stepscope.studies.memory.cases import MemoryCase
 from stepscope.studies.memory.findings import memory_findings
 from stepscope.studies.memory.rows import (
     REGIMES,
-    Account,
     Accounted,
     Planned,
     Regime,
@@ -40,20 +27,21 @@ from stepscope.studies.memory.rows import (
     highest_steps,
     leading,
 )
-from stepscope.studies.views.builders import grouped
-from stepscope.studies.views.figures import curves
-from stepscope.studies.views.prediction import lines_table
-from stepscope.studies.views.published import Mine, published_tables, step_conditions
+from stepscope.views.identity import step_columns
+from stepscope.views.memory import (
+    Account,
+    account_table,
+    memory_unit,
+    saved_table,
+    shown_kinds,
+    size_of,
+    stack_figure,
+)
+from stepscope.views.prediction import lines_table
+from stepscope.views.published import Mine, published_tables, step_conditions
 
-_MIB, _GIB = 2**20, 2**30
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""The number of a module in a list."""
 _PHASES = ("forward", "loss", "backward", "optimizer")
 
-_FEW = 0.004
-"""Share of the peak below which kinds are drawn as one."""
-_ORDER = (PARAMETERS, OPTIMIZER, GRADIENTS, WEIGHT_COPIES, SAVED_KIND, RECOMPUTED, TEMPORARIES)
-_OTHER = "other"
 _OUTSIDE_TENSORS = (WITHIN_OPERATORS, ROUNDING, LIBRARIES)
 
 _CACHED = "free in the allocator"
@@ -140,20 +128,6 @@ def _peaks_table(cases: Sequence[Accounted]) -> Table:
         columns,
         caption=f"{_sentence(shared)} On CUDA: `max_memory_allocated` of plain steps;"
         " on a CPU: the bytes of all live tensors, counted at the dispatcher.",
-    )
-
-
-def account_table(case: Account) -> Table:
-    return lines_table(
-        "memory-ledger",
-        f"Live memory at the peak of each phase: {case.name}",
-        [(peak.phase, peak.lines) for peak in case.phases],
-        [
-            ("unattributed", *(peak.unattributed for peak in case.phases)),
-            ("sum", *(peak.allocated for peak in case.phases)),
-        ],
-        caption="Activations saved for backward are named by the part of the model and the operator"
-        " that saves them. Only `unattributed` is a remainder.",
     )
 
 
@@ -262,90 +236,18 @@ def _regimes_table(cases: Sequence[Accounted]) -> Table:
     )
 
 
-def saved_table(
-    case: Account, title: str = "Saved for backward by the first block and the ends"
-) -> Table:
-    """Table of the saved tensors in the record; equal ones of repeated modules are one row."""
-    saved = _merged(case.saved)
-    columns = [
-        col("module", lambda tensor: tensor.module or "model"),
-        col("operator", lambda tensor: tensor.operator),
-        col("shape", lambda tensor: "×".join(map(str, tensor.shape)) or "scalar"),
-        col("dtype", lambda tensor: tensor.dtype),
-        col(
-            "times",
-            lambda tensor: tensor.times,
-            "count",
-            hint="equal tensors of a step; not all of them exist at once",
-        ),
-        col("bytes", lambda tensor: tensor.bytes, "bytes", hint="of each"),
-        col("together", lambda tensor: tensor.times * tensor.bytes, "bytes"),
-        col("line of code", lambda tensor: tensor.code),
-    ]
-    repeated = any(tensor.times > 1 for tensor in saved)
-    return table(
-        "memory-saved",
-        f"{title}: {case.name}",
-        saved,
-        [
-            declared
-            for declared in columns
-            if repeated or declared.column.title not in ("times", "together")
-        ],
-        caption="Recorded by autograd's hooks for saved tensors; each storage counts once, for the"
-        " operator that saved it first; parameters and autocast's copies of them are left out."
-        " An asterisk stands for the numbers of repeated modules.",
-    )
-
-
-def _merged(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
-    """Tensors that differ only in the number of their module, merged; the largest sum first."""
-    alike = grouped(
-        saved,
-        lambda one: msgspec.structs.replace(one, module=_NUMBER.sub("*", one.module), times=1),
-    )
-    merged = [
-        msgspec.structs.replace(
-            every if len(members) > 1 else members[0], times=sum(one.times for one in members)
-        )
-        for every, members in alike.items()
-    ]
-    return sorted(merged, key=lambda one: -one.times * one.bytes)
-
-
-def stack_figure(case: Account) -> Figure:
-    groups = {peak.phase: case.groups(peak) for peak in case.phases}
-    kinds = _shown_kinds([*groups.values()])
-    unit, unit_name = _unit(case)
-    return Figure(
-        name="memory-stack",
-        title=f"The peak of each phase by kind of memory: {case.name}",
-        kind="stacks",
-        curves=curves(
-            {
-                kind: {
-                    x: max(0, _size_of(kind, sizes, kinds)) / unit for x, sizes in groups.items()
-                }
-                for kind in kinds
-            }
-        ),
-        x_label="phase",
-        y_label=f"memory, {unit_name}",
-    )
-
-
 def _course_figures(lead: Accounted, forward: Accounted | None) -> Iterator[Figure]:
     """Memory over one step, preceded by the forward pass alone of the same model."""
     drawn = [case for case in (forward, lead) if case is not None and case.course]
     if drawn:
         # The same kinds in the same order, so that their colors match.
-        kinds = _shown_kinds([point.kinds for case in drawn for point in case.course])
+        kinds = shown_kinds([point.kinds for case in drawn for point in case.course])
         yield from (_course_figure(case, kinds) for case in drawn)
 
 
 def _course_figure(case: Accounted, kinds: Sequence[str]) -> Figure:
     points = case.course
-    unit, unit_name = _unit(case)
+    unit, unit_name = memory_unit(case)
     x = tuple(float(point.operator) for point in points)
     spans = [Span(label=points[0].phase, start=x[0])]
     for position, point in zip(x, points, strict=True):
@@ -365,7 +267,7 @@ def _course_figure(case: Accounted, kinds: Sequence[str]) -> Figure:
             Curve(
                 label=kind,
                 x=x,
-                y=tuple(_size_of(kind, point.kinds, kinds) / unit for point in points),
+                y=tuple(size_of(kind, point.kinds, kinds) / unit for point in points),
             )
             for kind in kinds
         ),
@@ -375,25 +277,3 @@ def _course_figure(case: Accounted, kinds: Sequence[str]) -> Figure:
         spans=tuple(spans),
         caption=caption + ".",
     )
-
-
-def _unit(case: Account) -> tuple[int, str]:
-    return (_GIB, "GiB") if case.peak >= _GIB else (_MIB, "MiB")
-
-
-def _shown_kinds(moments: Sequence[Mapping[str, int]]) -> list[str]:
-    """Kinds to draw: permanent ones first, at the bottom; those that are never large as one."""
-    most: dict[str, int] = {}
-    for kinds in moments:
-        for kind, size in kinds.items():
-            most[kind] = max(most.get(kind, 0), size)
-    peak = max(sum(kinds.values()) for kinds in moments)
-    large = [kind for kind in most if most[kind] >= _FEW * peak and kind != INPUTS]
-    large.sort(key=lambda kind: _ORDER.index(kind) if kind in _ORDER else len(_ORDER))
-    return [*large, _OTHER] if len(large) < len(most) else large
-
-
-def _size_of(kind: str, kinds: Mapping[str, int], shown: Sequence[str]) -> int:
-    if kind != _OTHER:
-        return kinds.get(kind, 0)
-    return sum(size for name, size in kinds.items() if name not in shown)

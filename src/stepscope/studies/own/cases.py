@@ -6,8 +6,8 @@ import msgspec
 
 from stepscope.model.config import precision
 from stepscope.studies.base import Case
-from stepscope.studies.flag_checks import check_at_least, check_known
-from stepscope.studies.training.model_names import check_dtype, check_name
+from stepscope.training.flag_checks import check_at_least, check_known
+from stepscope.training.model_names import check_dtype, check_name
 
 STUDY_NAME = "own"
 COMPILE = ("no", "block", "model", "graphs")

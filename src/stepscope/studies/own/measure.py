@@ -10,10 +10,11 @@ from stepscope.records.memory import INPUTS
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.own.cases import OwnCase
-from stepscope.studies.own.step import UserStep, own_step
-from stepscope.studies.trace.measure import trace_step
-from stepscope.studies.training.peaks import account
-from stepscope.studies.training.timed import time_steps
+from stepscope.studies.own.step import own_step
+from stepscope.training.peaks import account
+from stepscope.training.timed import time_steps
+from stepscope.training.traced import trace_step
+from stepscope.training.user_step import UserStep
 
 if TYPE_CHECKING:
     from stepscope.measure.ledger import StorageLedger

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from stepscope.analysis.predict.fit import MARGIN
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
-from stepscope.studies.own.building import build, call, loss_of
+from stepscope.training.building import build, call, loss_of
+from stepscope.views.prediction import Frontier
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ def _fake_step(plan: ModelPlan) -> Iterator[_FakeStep]:
     from stepscope.measure.ledger import line_of_code
     from stepscope.planning.fake_step import Fakes
     from stepscope.planning.predict import StepOptions
-    from stepscope.studies.training.parts import make_optimizer
+    from stepscope.training.parts import make_optimizer
 
     known = precision(plan.dtype)
     if known.fp8 or known.master or known.narrow_stream:
@@ -100,16 +101,6 @@ def frontier_of(plan: ModelPlan, ranks: int, sharding: Literal["none", "full"]) 
         rates, among = known_rates(), Ranks(ranks, sharding)
         among.require_valid()
         return Frontier(plans_of(*step[1:], rates, among), rates.device, ranks, sharding)
-
-
-class Frontier(NamedTuple):
-    """The plans of a step on one rank of several, the fastest first."""
-
-    plans: list[MemoryPlan]
-    device: str
-    """The device at whose rates times are predicted."""
-    ranks: int
-    sharding: str
 
 
 def plans_that_fit(plan: ModelPlan, budget: int) -> Iterator[tuple[ModelPlan, MemoryPlan]]:

@@ -11,13 +11,13 @@ from stepscope.report.format import bytes_, duration
 from stepscope.report.tables import col, failed_table, interval, table
 from stepscope.studies.base import Result
 from stepscope.studies.own.cases import AS_IS, STUDY_NAME, OwnCase, OwnStep
-from stepscope.studies.program.findings import memory_finding, rate_finding
-from stepscope.studies.program.rows import ProgramRecord, resting_on
-from stepscope.studies.program.view import account_blocks, trace_parts
-from stepscope.studies.program.waterfall import waterfall_blocks
-from stepscope.studies.trace.findings import trace_findings
-from stepscope.studies.views.builders import bracketed
-from stepscope.studies.views.energy import energy_finding
+from stepscope.views.builders import bracketed
+from stepscope.views.energy import energy_finding
+from stepscope.views.program.findings import memory_finding, rate_finding
+from stepscope.views.program.rows import ProgramRecord, resting_on
+from stepscope.views.program.view import account_blocks, trace_parts
+from stepscope.views.program.waterfall import waterfall_blocks
+from stepscope.views.trace.findings import trace_findings
 
 Own = Result[OwnCase]
 

@@ -19,8 +19,8 @@ from stepscope.analysis.verdict import Verdict
 from stepscope.records.schema import Record
 from stepscope.studies.base import Bench, Study
 from stepscope.studies.profile.cases import ProfileCase, ProfileFlags
-from stepscope.studies.training.post_mortem import step_post_mortem
-from stepscope.studies.training.workload import case_of, workloads
+from stepscope.training.post_mortem import step_post_mortem
+from stepscope.training.workload import case_of, workloads
 
 
 class Profile(Study[ProfileFlags, ProfileCase]):
@@ -52,7 +52,7 @@ class Profile(Study[ProfileFlags, ProfileCase]):
         from stepscope.analysis.limits import median_ms
         from stepscope.studies.benchmark import STUDY as BENCHMARK
         from stepscope.studies.profile.rows import groups, leading
-        from stepscope.studies.views.verdict import step_verdict
+        from stepscope.views.verdict import step_verdict
 
         ok = [one for one in records if one.status == "ok"]
         shown = BENCHMARK.headline_steps(ok)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from stepscope.analysis.predict.plan import MODES, Mode
 from stepscope.errors import UsageError
-from stepscope.studies.flag_checks import check_at_least
-from stepscope.studies.training.flags import WorkloadFlags
-from stepscope.studies.training.workload import Workload
+from stepscope.training.flag_checks import check_at_least
+from stepscope.training.flags import WorkloadFlags
+from stepscope.training.workload import Workload
 
 
 class ProfileFlags(WorkloadFlags, frozen=True, kw_only=True):

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from stepscope.studies.training.captured import captured, forget_steps, warm_up
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Workload
+from stepscope.training.captured import captured, forget_steps, warm_up
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device

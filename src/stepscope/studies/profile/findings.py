@@ -22,8 +22,8 @@ from stepscope.studies.profile.rows import (
     other_kernels,
     top_kernel,
 )
-from stepscope.studies.trace.findings import HOST_LIMITS_FROM
-from stepscope.studies.views.builders import ids
+from stepscope.views.builders import ids
+from stepscope.views.trace.findings import HOST_LIMITS_FROM
 
 _MATTERS = 0.03
 _BYTES_SET_THE_TIME = 0.4
@@ -37,7 +37,7 @@ def profile_findings(groups: Sequence[Group]) -> Iterator[Finding]:
         return
     lead = leading(groups)
     traced = [step for group in groups for step in group.modes.values()]
-    yield _closing(traced)
+    yield from _closing(traced)
     yield from _host_limits([group.fullest() for group in groups])
     yield from _agreement(lead)
     yield from _top(lead)
@@ -46,32 +46,22 @@ def profile_findings(groups: Sequence[Group]) -> Iterator[Finding]:
     yield from _softmax(lead)
 
 
-def _closing(traced: Sequence[Traced]) -> Finding:
-    def unexplained(step: Traced) -> float:
-        return step.summary.unattributed_ms / step.summary.wall_ms
-
+def _closing(traced: Sequence[Traced]) -> Iterator[Finding]:
+    """Steps whose time the trace does not explain."""
     still_open = [step for step in traced if step.summary.doubt]
     if not still_open:
-        worst = max(map(unexplained, traced))
-        return Finding(
-            code="profile.accounted",
-            values={"steps": len(traced), "unattributed": worst},
-            records=ids(traced),
-            text=f"The time of all {len(traced)} traced steps is attributed: at most"
-            f" {percent(worst)} of a step is unexplained.",
-            tone="good",
-        )
-    worst_open = max(still_open, key=unexplained)
-    named = [f"{step.workload.name} ({step.workload.mode})" for step in (worst_open, *still_open)]
+        return
+    worst = max(still_open, key=lambda one: one.summary.unattributed_ms / one.summary.wall_ms)
+    named = [f"{step.workload.name} ({step.workload.mode})" for step in (worst, *still_open)]
     others = list(dict.fromkeys(named))[1:]
     more = (
         f" The same holds for {some(others, _MAX_NAMES)}, of {len(traced)} steps." if others else ""
     )
-    return Finding(
+    yield Finding(
         code="profile.unattributed",
-        values={"step": named[0], "reason": worst_open.summary.doubt, "others": len(others)},
+        values={"step": named[0], "reason": worst.summary.doubt, "others": len(others)},
         records=ids(still_open),
-        text=f"The time of {named[0]} does not add up: {worst_open.summary.doubt}.{more}",
+        text=f"The time of {named[0]} does not add up: {worst.summary.doubt}.{more}",
         tone="warn",
     )
 

@@ -11,10 +11,10 @@ from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, Measurement
 from stepscope.studies.profile.cases import ProfileCase
 from stepscope.studies.profile.experiments import experiments
-from stepscope.studies.trace.measure import trace_step
-from stepscope.studies.training.factory import make_step
-from stepscope.studies.training.timed import time_steps
-from stepscope.studies.training.transformer import TransformerStep
+from stepscope.training.factory import make_step
+from stepscope.training.timed import time_steps
+from stepscope.training.traced import trace_step
+from stepscope.training.transformer import TransformerStep
 
 if TYPE_CHECKING:
     from stepscope.measure.timer import Timing

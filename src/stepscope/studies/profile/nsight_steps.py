@@ -13,8 +13,8 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.records.decoding import from_json
-from stepscope.studies.training.factory import make_step
-from stepscope.studies.training.workload import Workload
+from stepscope.training.factory import make_step
+from stepscope.training.workload import Workload
 
 
 class NsightCase(Workload, frozen=True, kw_only=True):

@@ -18,9 +18,9 @@ from stepscope.records.stats import Summary as Stats
 from stepscope.records.stats import summarize
 from stepscope.studies.base import Result
 from stepscope.studies.profile.cases import ProfileCase
-from stepscope.studies.trace.findings import top_kernels
-from stepscope.studies.training.settings import unusual_settings
-from stepscope.studies.training.workload import Workload
+from stepscope.training.settings import unusual_settings
+from stepscope.training.workload import Workload
+from stepscope.views.trace.findings import top_kernels
 
 AGREES_WITHIN = 0.1
 """Largest relative difference at which the profiler's and the timer's forward agree."""

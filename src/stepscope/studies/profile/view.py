@@ -33,7 +33,9 @@ from stepscope.studies.profile.rows import (
     top_kernel,
     variant,
 )
-from stepscope.studies.trace.view import (
+from stepscope.training.workload import Workload
+from stepscope.views.flame import flame_blocks
+from stepscope.views.trace.view import (
     CLASS_STYLES,
     IDLE_STYLES,
     comparison_table,
@@ -42,9 +44,7 @@ from stepscope.studies.trace.view import (
     outlier_table,
     timeline_block,
 )
-from stepscope.studies.training.workload import Workload
-from stepscope.studies.views.flame import flame_blocks
-from stepscope.studies.views.waterfall import StepWaterfall, step_waterfall, waterfall_blocks
+from stepscope.views.waterfall import StepWaterfall, step_waterfall, waterfall_blocks
 
 _MAX_STACKS = 12
 _MAX_COMPARISONS = 6

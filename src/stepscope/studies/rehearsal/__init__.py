@@ -5,8 +5,7 @@
 
 One step is recorded on this device: the times of its phases and the time at which each gradient is
 ready. The reductions are simulated with a model of the links, for any number of ranks, strategy and
-bucket size. With --check-ranks the prediction is compared with real ranks on this machine over
-gloo: their links are measured, the step is predicted, then run.
+bucket size. `benchmarks/rehearsal_check` compares predictions with real ranks.
 """
 
 from __future__ import annotations
@@ -15,34 +14,27 @@ from collections.abc import Sequence
 
 from stepscope.analysis.verdict import Verdict
 from stepscope.records.schema import Record
-from stepscope.studies.base import Study
-from stepscope.studies.rehearsal.cases import (
-    CheckCase,
-    RecordingCase,
-    RehearsalCase,
-    RehearsalFlags,
-)
-from stepscope.studies.training.workload import case_of, workloads
+from stepscope.studies.base import Result, Study
+from stepscope.studies.rehearsal.cases import RecordingCase, RehearsalFlags
+from stepscope.training.workload import case_of, workloads
 
 
-class Rehearsal(Study[RehearsalFlags, RehearsalCase]):
+class Rehearsal(Study[RehearsalFlags, RecordingCase]):
     name = "rehearsal"
     title = "Predicted step time on a cluster"
     question = "How long would this step take on a cluster, and what would limit it there?"
-    examples = (
-        "stepscope run rehearsal --size small --context 512 --dtype bfloat16",
-        "stepscope run rehearsal --size tiny --context 32 --check-ranks 2 4",
-    )
+    examples = ("stepscope run rehearsal --size small --context 512 --dtype bfloat16",)
     flags = RehearsalFlags
-    case = RehearsalCase
+    case = RecordingCase
     no_model = "its predictions use closed-form costs of Stepscope's own model"
 
-    def cases(self, flags: RehearsalFlags) -> tuple[RehearsalCase, ...]:
-        cases: list[RehearsalCase] = []
-        for workload in workloads(flags, ("train-step",)):
-            cases.append(case_of(workload, RecordingCase, flags))
-            cases += (case_of(workload, CheckCase, flags, ranks=r) for r in flags.check_ranks)
-        return tuple(cases)
+    def cases(self, flags: RehearsalFlags) -> tuple[RecordingCase, ...]:
+        steps = workloads(flags, ("train-step",))
+        return tuple(case_of(step, RecordingCase, flags) for step in steps)
+
+    def results(self, records: Sequence[Record]) -> list[Result[RecordingCase]]:
+        """Without the comparisons with real ranks, in records of version 0.2."""
+        return super().results([one for one in records if one.config.get("kind") != "check"])
 
     def verdict(self, records: Sequence[Record]) -> Verdict | None:
         """The longest recorded step, on the largest of the clusters that were asked for. A

@@ -14,9 +14,9 @@ from stepscope.parallel.buckets import Item
 from stepscope.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from stepscope.records.schema import Record
 from stepscope.studies.own.cases import STUDY_NAME as OWN
-from stepscope.studies.program.cases import STUDY_NAME as INSPECTED
-from stepscope.studies.program.rows import ProgramRecord
 from stepscope.studies.rehearsal.subject import Subject, device_bytes, relative_step
+from stepscope.views.program.cases import STUDY_NAME as INSPECTED
+from stepscope.views.program.rows import ProgramRecord
 
 STUDIES = (INSPECTED, OWN)
 _MIN_GRADIENTS = 64

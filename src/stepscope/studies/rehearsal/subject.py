@@ -34,8 +34,8 @@ from stepscope.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from stepscope.records.schema import Record
 from stepscope.records.trust import Trust
 from stepscope.report.blocks import Finding, Tone, Value
-from stepscope.studies.training.plans import prediction_for
-from stepscope.studies.training.workload import Workload
+from stepscope.training.plans import prediction_for
+from stepscope.training.workload import Workload
 
 ABOVE = 0.2
 """Share of exposed communication above which scaling is reported as not worthwhile."""

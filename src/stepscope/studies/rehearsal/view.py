@@ -19,9 +19,8 @@ from stepscope.report.blocks import (
 )
 from stepscope.report.format import bytes_, count, duration, listed, number, percent, rate
 from stepscope.report.tables import Declared, col, failed_table, table
-from stepscope.studies.base import Result, results_of
-from stepscope.studies.rehearsal.cases import CheckCase, RecordingCase, RehearsalCase
-from stepscope.studies.rehearsal.checks import check_findings, check_of, check_table
+from stepscope.studies.base import Result
+from stepscope.studies.rehearsal.cases import RecordingCase
 from stepscope.studies.rehearsal.subject import (
     Prediction,
     Question,
@@ -33,17 +32,12 @@ from stepscope.studies.rehearsal.subject import (
     scaling,
     subject_of,
 )
-from stepscope.studies.views.figures import curves, lane
+from stepscope.views.figures import curves, lane
 
 
-def view(results: Sequence[Result[RehearsalCase]]) -> tuple[Block, ...]:
+def view(results: Sequence[Result[RecordingCase]]) -> tuple[Block, ...]:
     subjects, question = recorded_question(results)
-    checks = [check for result in results_of(results, CheckCase) if (check := check_of(*result))]
-    blocks: list[Block] = [*check_findings(checks)]
-    if subjects:
-        blocks += subject_blocks(subjects, question)
-    if checks:
-        blocks.append(check_table(checks))
+    blocks = subject_blocks(subjects, question) if subjects else []
     blocks += failed_table("rehearsal", results)
     return tuple(sorted(blocks, key=lambda block: not isinstance(block, Finding)))
 
@@ -70,14 +64,13 @@ def subject_blocks(subjects: Sequence[Subject], question: Question) -> list[Bloc
 
 
 def recorded_question(
-    results: Sequence[Result[RehearsalCase]],
+    results: Sequence[Result[RecordingCase]],
 ) -> tuple[list[Subject], Question]:
     """The recorded steps, and all clusters that the recordings request."""
-    recorded = results_of(results, RecordingCase)
-    cases = [result.case for result in recorded]
+    cases = [result.case for result in results]
     links = dict.fromkeys(link for case in cases for link in case.link)
     ranks = {count for case in cases for count in case.ranks}
-    subjects = [subject for result in recorded if (subject := subject_of(*result))]
+    subjects = [subject for result in results if (subject := subject_of(*result))]
     networks = tuple(preset_network(link) for link in links)
     return subjects, Question(networks, tuple(sorted(ranks)))
 

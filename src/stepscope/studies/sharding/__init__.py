@@ -10,8 +10,8 @@ memory at a time.
 from __future__ import annotations
 
 from stepscope.studies.base import Study
-from stepscope.studies.ranks.subject import RankedStep
 from stepscope.studies.sharding.cases import ShardingFlags
+from stepscope.training.ranks.subject import RankedStep
 
 
 class Sharding(Study[ShardingFlags, RankedStep]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepscope.studies.ranks.subject import RankedFlags
+from stepscope.training.ranks.subject import RankedFlags
 
 UNSHARDED, BROADCAST, SCATTER, TORCH = "unsharded", "broadcast", "scatter", "torch ZeRO"
 STRATEGIES = (UNSHARDED, BROADCAST, SCATTER, TORCH)

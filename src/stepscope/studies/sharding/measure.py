@@ -14,27 +14,6 @@ from stepscope.acceleration.changes import blocks_of
 from stepscope.parallel.errors import ParallelError, RankFailed
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
-from stepscope.studies.ranks.cases import on_ranks
-from stepscope.studies.ranks.memory import Kind, require_memory
-from stepscope.studies.ranks.one_process import (
-    CHECK_EPS,
-    OneProcess,
-    Subject,
-    seed_of,
-    subject_of,
-    train_alone,
-)
-from stepscope.studies.ranks.steps import (
-    Samples,
-    Trained,
-    begin,
-    free,
-    interleaved,
-    one_step,
-    series_of,
-    trained_step,
-)
-from stepscope.studies.ranks.subject import RankedStep, tokens_fed
 from stepscope.studies.sharding.cases import (
     FROM_TORCH,
     FULLY,
@@ -45,6 +24,27 @@ from stepscope.studies.sharding.cases import (
     UNSHARDED,
 )
 from stepscope.studies.sharding.traffic import counted
+from stepscope.training.ranks.cases import on_ranks
+from stepscope.training.ranks.memory import Kind, require_memory
+from stepscope.training.ranks.one_process import (
+    CHECK_EPS,
+    OneProcess,
+    Subject,
+    seed_of,
+    subject_of,
+    train_alone,
+)
+from stepscope.training.ranks.steps import (
+    Samples,
+    Trained,
+    begin,
+    free,
+    interleaved,
+    one_step,
+    series_of,
+    trained_step,
+)
+from stepscope.training.ranks.subject import RankedStep, tokens_fed
 
 if TYPE_CHECKING:
     from torch import nn, optim

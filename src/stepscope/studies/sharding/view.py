@@ -11,17 +11,17 @@ from stepscope.report.blocks import Block, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, percent
 from stepscope.report.tables import Declared, col, cols, table
 from stepscope.studies.base import Result
-from stepscope.studies.ranks.results import (
+from stepscope.studies.sharding.cases import BROADCAST, SCATTER, STRATEGIES, TORCH, UNSHARDED
+from stepscope.training.ranks.subject import RankedStep
+from stepscope.views.builders import bracketed, rated
+from stepscope.views.figures import curves
+from stepscope.views.published import published_tables, ranked_step
+from stepscope.views.ranks import (
     RankedResult,
     difference_column,
     step_column,
     variant_rows,
 )
-from stepscope.studies.ranks.subject import RankedStep
-from stepscope.studies.sharding.cases import BROADCAST, SCATTER, STRATEGIES, TORCH, UNSHARDED
-from stepscope.studies.views.builders import bracketed, rated
-from stepscope.studies.views.figures import curves
-from stepscope.studies.views.published import published_tables, ranked_step
 
 KINDS = ("parameters", "gradients", "state")
 AFTER_STEP = "after step"

@@ -11,7 +11,6 @@ import msgspec
 
 from stepscope.errors import unknown_name
 from stepscope.studies.base import Case
-from stepscope.studies.flag_checks import check_at_least, check_each, check_seconds
 from stepscope.studies.step.ladder import (
     RUNGS,
     How,
@@ -22,8 +21,9 @@ from stepscope.studies.step.ladder import (
     start,
 )
 from stepscope.studies.step.races import ATTENTIONS, MODES, RACES, SCOPES, Racer, race_spec, racers
-from stepscope.studies.training.shape import ShapeFlags
-from stepscope.studies.training.workload import Workload, case_of
+from stepscope.training.flag_checks import check_at_least, check_each, check_seconds
+from stepscope.training.shape import ShapeFlags
+from stepscope.training.workload import Workload, case_of
 
 Part = Literal["ladder", "loss", "waterfall", "race"]
 _STEADY_S = 1.0

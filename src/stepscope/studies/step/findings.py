@@ -12,7 +12,7 @@ from stepscope.report.blocks import Finding, Value
 from stepscope.report.format import counted, duration, number, percent
 from stepscope.studies.step.ladder import START, words
 from stepscope.studies.step.rows import AGREES_WITHIN, FALLS_BY, Ladder, LossCurve, StepRace
-from stepscope.studies.views.builders import finding, rated
+from stepscope.views.builders import finding, rated
 
 GAINS = 1.01
 """Smallest speedup that counts as a gain."""

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from stepscope.analysis.predict.plan import IN_BACKWARD, LOW_PRECISION_GRADS, WITHIN_BACKWARD
 from stepscope.errors import unknown_name
 from stepscope.model.config import precision
-from stepscope.studies.training.workload import Workload
+from stepscope.training.workload import Workload
 
 How = Literal["start", "first", "alone", "so far"]
 """`first`: `alone` and `so far` are the same workload, because no earlier change remains in it."""

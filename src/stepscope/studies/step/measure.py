@@ -14,10 +14,10 @@ from stepscope.errors import first_cause
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.step.cases import LadderCase, LossCase, StepCase, WaterfallCase
-from stepscope.studies.trace.measure import trace_step
-from stepscope.studies.training.timed import measure_step, time_steps
-from stepscope.studies.training.transformer import TransformerStep
-from stepscope.studies.training.workload import Workload, case_of
+from stepscope.training.timed import measure_step, time_steps
+from stepscope.training.traced import trace_step
+from stepscope.training.transformer import TransformerStep
+from stepscope.training.workload import Workload, case_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,10 +25,10 @@ from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.step.cases import StepRaceCase
 from stepscope.studies.step.races import Heat, Racer
-from stepscope.studies.training.captured import forget_steps
-from stepscope.studies.training.flags import GRAPHS_OF_TORCH
-from stepscope.studies.training.shared_weights import begin_moments
-from stepscope.studies.training.transformer import TransformerStep
+from stepscope.training.captured import forget_steps
+from stepscope.training.flags import GRAPHS_OF_TORCH
+from stepscope.training.shared_weights import begin_moments
+from stepscope.training.transformer import TransformerStep
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device

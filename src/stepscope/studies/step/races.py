@@ -14,7 +14,7 @@ from stepscope.kernels.activation_policy import ALL, GATES, INPUTS, NORMS
 from stepscope.model.checkpointing import NONE
 from stepscope.model.config import precision
 from stepscope.studies.step.ladder import start
-from stepscope.studies.training.workload import Workload
+from stepscope.training.workload import Workload
 
 SCOPES = ("block", "model")
 MODES = ("default", "reduce-overhead")

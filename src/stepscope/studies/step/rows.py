@@ -18,7 +18,7 @@ from stepscope.studies.base import Result, results_of
 from stepscope.studies.step.cases import LadderCase, LossCase, StepCase, StepRaceCase
 from stepscope.studies.step.ladder import RUNGS, START
 from stepscope.studies.step.races import RACES, Heat, RaceSpec
-from stepscope.studies.views.builders import grouped
+from stepscope.views.builders import grouped
 
 TAIL = 10
 """The final loss is the mean over the last 1/TAIL of a curve."""

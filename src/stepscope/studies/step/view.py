@@ -29,8 +29,8 @@ from stepscope.studies.step.rows import (
     loss_curves,
     races,
 )
-from stepscope.studies.views.builders import HOST_SHARE, MFU, STEP_MS, TOKENS, curve, ratio_cell
-from stepscope.studies.views.waterfall import StepWaterfall, step_waterfall, waterfall_blocks
+from stepscope.views.builders import HOST_SHARE, MFU, STEP_MS, TOKENS, curve, ratio_cell
+from stepscope.views.waterfall import StepWaterfall, step_waterfall, waterfall_blocks
 
 _POINTS, _WINDOWS = 60, 20
 """Points of a loss curve and windows of its deviation; each point is the mean of its steps."""

@@ -6,8 +6,8 @@ import msgspec
 
 from stepscope.errors import UsageError, unknown_name
 from stepscope.studies.base import Case
-from stepscope.studies.flag_checks import check_at_least
 from stepscope.studies.techniques.catalog import TECHNIQUES
+from stepscope.training.flag_checks import check_at_least
 
 CARD = "card"
 NAMES = (CARD, *TECHNIQUES)

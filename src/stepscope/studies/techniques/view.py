@@ -15,7 +15,7 @@ from stepscope.studies.base import Result
 from stepscope.studies.techniques.cases import CARD as CARD_CASE
 from stepscope.studies.techniques.cases import TechniqueCase
 from stepscope.studies.techniques.catalog import CARD, TECHNIQUES, words
-from stepscope.studies.views.builders import capitalized, curve, finding, suffix
+from stepscope.views.builders import capitalized, curve, finding, suffix
 
 NO_GAIN = 1.05
 """Smallest speedup that counts as a gain."""

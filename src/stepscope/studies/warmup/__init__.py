@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 from stepscope.studies.base import Bench, Study
-from stepscope.studies.training.post_mortem import step_post_mortem
-from stepscope.studies.training.workload import case_of, workloads
 from stepscope.studies.warmup.cases import WarmupCase, WarmupFlags
+from stepscope.training.post_mortem import step_post_mortem
+from stepscope.training.workload import case_of, workloads
 
 
 class Warmup(Study[WarmupFlags, WarmupCase]):

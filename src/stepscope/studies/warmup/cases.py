@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from stepscope.errors import UsageError
-from stepscope.studies.flag_checks import check_each
-from stepscope.studies.training.flags import WorkloadFlags
-from stepscope.studies.training.workload import Workload
+from stepscope.training.flag_checks import check_each
+from stepscope.training.flags import WorkloadFlags
+from stepscope.training.workload import Workload
 
 
 class WarmupFlags(WorkloadFlags, frozen=True, kw_only=True):

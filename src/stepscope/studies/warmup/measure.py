@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from stepscope.studies.base import Bench, Measurement
-from stepscope.studies.training.factory import make_step
-from stepscope.studies.training.timed import time_steps
 from stepscope.studies.warmup.cases import WarmupCase
+from stepscope.training.factory import make_step
+from stepscope.training.timed import time_steps
 
 
 def measure(case: WarmupCase, bench: Bench) -> Measurement:

@@ -13,8 +13,8 @@ from stepscope.report.format import counted, duration, number, percent
 from stepscope.report.tables import col, table
 from stepscope.studies.base import Result
 from stepscope.studies.trusted import all_good
-from stepscope.studies.views.builders import curve, finding, grouped
 from stepscope.studies.warmup.cases import WarmupCase
+from stepscope.views.builders import curve, finding, grouped
 
 
 class Process:

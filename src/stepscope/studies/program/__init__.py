@@ -1,1 +1,0 @@
-"""Record of an observed training program, and its page."""

@@ -1,1 +1,0 @@
-"""Studies that need several ranks: their cases, subjects and results."""

@@ -1,1 +1,0 @@
-"""A step under the profiler: recording and reading its trace, its tables, its findings."""

@@ -1,1 +1,0 @@
-"""Tables and figures that several studies share."""

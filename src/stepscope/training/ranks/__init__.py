@@ -1,0 +1,1 @@
+"""The training step of several ranks: its cases, its subject, its timing."""

@@ -1,0 +1,1 @@
+"""Tables, figures and findings that several studies and the advisor share. Pure."""

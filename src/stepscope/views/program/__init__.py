@@ -1,0 +1,1 @@
+"""The page of an observed training program, and the config of its record."""

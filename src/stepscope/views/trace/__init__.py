@@ -1,0 +1,1 @@
+"""The summary of a trace as tables, figures and findings."""
