@@ -10,8 +10,8 @@ On a GPU the step is replayed as a CUDA graph where that is possible (see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from stepscope.acceleration.caches import without_cache
 from stepscope.acceleration.capture import Captured
 from stepscope.acceleration.compiled import Compilation, CompiledFunction, compilation_of
 from stepscope.acceleration.graphs.arguments import with_tensors
@@ -312,7 +313,7 @@ class TrainStep:
 
     def _loss(self, batch: Any) -> Tensor:
         if self._compilation is not None and self._compiled is not None:
-            with self._compilation.autocast(), _without_cache(self.model):
+            with self._compilation.autocast(), without_cache(self.model):
                 return _scalar(self._compiled(batch), "the loss function")
         if self._loss_fn is not None:
             function = partial(self._loss_fn, self.model, batch)
@@ -378,39 +379,9 @@ def _needs_all_gradients(max_grad_norm: float | None, accumulate: int, scaler: A
     return [name for name, given in options.items() if given]
 
 
-_CONFIGURATIONS = "transformers.configuration_utils"
-"""Module of the base class of all configurations of Hugging Face models."""
-
-
-@contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Let Hugging Face models create no key-value cache, which copies keys and values, cannot be
-    captured with sliding windows, and is discarded with the rest of the output."""
-    configs = {id(one): one for module in model.modules() if (one := _caching_config(module))}
-    try:
-        for config in configs.values():
-            config.use_cache = False
-        yield
-    finally:
-        for config in configs.values():
-            config.use_cache = True
-
-
-def _caching_config(module: nn.Module) -> Any:
-    """Return the configuration of a Hugging Face model that asks for a cache the loss does not
-    depend on; None if this is not one."""
-    config = getattr(module, "config", None)
-    if getattr(config, "use_cache", None) is not True:
-        return None
-    if all(kind.__module__ != _CONFIGURATIONS for kind in type(config).__mro__):
-        return None
-    # In some versions of transformers such layers read the keys and values of others in the cache.
-    return None if getattr(config, "num_kv_shared_layers", 0) else config
-
-
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
     """Call a model with a batch, and return the loss in its output."""
-    with _without_cache(model):
+    with without_cache(model):
         output = _called(model, batch)
     return _scalar(_loss_in(output), "the model")
 

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from stepscope.acceleration.backend import Graphs
+from stepscope.acceleration.caches import without_cache
 from stepscope.acceleration.choice import AS_IT_IS, clock_of, digest_of
 from stepscope.acceleration.compiled import Compilation, CompiledFunction
 from stepscope.acceleration.forward_registry import Layer, add_layer, has_own_forward
@@ -81,16 +82,15 @@ class ShardedFunctions:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self.leading is None or not torch.is_grad_enabled() or is_traced((args, kwargs)):
                 return self._layers[module].below(*args, **kwargs)
-            kind = AS_IT_IS if self.leading.is_recorded else self.leading.kind
-            return function.call(kind, module, *args, **kwargs)
+            form = AS_IT_IS if self.leading.is_recorded else self.leading.kind
+            return self.kinds[key].call(form, module, *args, **kwargs)
 
         layer = self._layers[unit] = add_layer(unit, call, self.compilation.owner)
         if key not in self.kinds:
             run = _below(layer) if key is unit else _forward
             self.kinds[key] = UnitFunction(self.compilation, run)
             self.compilation.functions.append(self.kinds[key])
-        function = self.kinds[key]
-        function.count += 1
+        self.kinds[key].count += 1
 
     def agree(self, leading: WholeFunction) -> None:
         """Take over what the comparisons of other ranks have shown."""
@@ -238,7 +238,9 @@ class WholeFunction(_ShardedFunction):
         self._sharded.leading = self
         if is_unit(self._module) and not runs_forward(self._module):
             return self._through_hooks(args, kwargs)
-        output = super().__call__(*args, **kwargs)
+        # A unit cannot take it, and a training step does not read it.
+        with without_cache(self._module):
+            output = super().__call__(*args, **kwargs)
         if self.kind != AS_IT_IS and not is_capturing():
             self._calls_in[self.kind] += 1
             if self._calls_in[self.kind] == _CALLS_COMPARED:

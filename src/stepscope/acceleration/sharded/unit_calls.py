@@ -164,7 +164,6 @@ def _class_with(kind: type, call: Callable[..., Any]) -> type:
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
-@torch._dynamo.allow_in_graph
 def call_unit(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a unit: on fake tensors as one operator."""
     leaves, tree = tree_flatten((args, kwargs))
@@ -295,7 +294,8 @@ def _cast_to(dtype: torch.dtype) -> Callable[[Any], Any]:
     return cast
 
 
-_library = torch.library.Library("stepscope", "FRAGMENT")
+torch._dynamo.allow_in_graph(call_unit)  # type: ignore[no-untyped-call]
+_library: Any = torch.library.Library("stepscope", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("unit(Tensor[] tensors, SymInt[] lengths, int call) -> Tensor[]")
 _library.impl("unit", run_unit, "CompositeImplicitAutograd")
 
