@@ -16,6 +16,9 @@ from stepscope.cli import main
 from stepscope.errors import UsageError
 from stepscope.planning.fake_run import predict_fake
 from stepscope.planning.loop import FakeLoop
+from stepscope.planning.simulated_bytes import WORKSPACE
+from stepscope.records.jsonl import read_records
+from stepscope.views.program.rows import ProgramRecord
 
 LOOP = """
 import torch
@@ -122,6 +125,44 @@ def test_invalid_words_are_usage_errors(
     script(LOOP)
     assert main(["fit", *words]) == 2
     assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_a_script_that_runs_out_of_memory_is_planned(
+    script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It runs out in its model, which the plan's step on fake tensors does not."""
+    out = (
+        "        if type(x) is torch.Tensor: raise torch.OutOfMemoryError('CUDA out of memory.')\n"
+    )
+    train = script(
+        LOOP.replace("{steps}", "60").replace("        for block", f"{out}        for block")
+    )
+    assert main(["advise", train]) == 0
+    answer = capfd.readouterr()
+    assert "ran out of memory after 0 optimizer steps" in answer.err
+    assert "The step of Model at batch 8 fits into" in answer.out
+    assert main(["inspect", train]) == 1
+    assert "stepscope fit --verify train.py" in capfd.readouterr().err
+
+
+def test_inspect_plans_the_step_and_larger_ones(
+    script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    train = script(LOOP.replace("{steps}", "60"))
+    words = ["--plans", "yes", "--stop-early", "--warmup", "4", "--steps", "3", "--json"]
+    assert main(["inspect", *words, "--profiled-steps", "1", train]) == 0
+    outcome = json.loads(capfd.readouterr().err.splitlines()[-1])
+    (record,) = read_records(Path(outcome["records"]))
+    own, batch, context = ProgramRecord(record).plans
+    assert [(one.what, one.size) for one in (own, batch, context)] == [
+        ("step", 8), ("batch", 16), ("context", 512),
+    ]  # fmt: skip
+    workspace = own.frontier.plans[0].peak - outcome["peak_bytes"]
+    assert workspace == pytest.approx(WORKSPACE, rel=0.02)
+    assert batch.frontier.plans[0].peak == pytest.approx(context.frontier.plans[0].peak, rel=0.02)
+    page = Path(outcome["page"]).read_text()
+    assert "Time against memory" in page
+    assert "Batch 16, twice the current one, is predicted to fit" in page
 
 
 class Parts(nn.Module):

@@ -23,13 +23,13 @@ _FIX = "call the model in each step, and `backward()` on a loss of its outputs"
 class _Computed(NamedTuple):
     """A result of a recorded call."""
 
-    index: int
+    number: int
 
 
 class _Given(NamedTuple):
     """A tensor from elsewhere in the loop, such as the batch."""
 
-    index: int
+    number: int
 
 
 class _Parameter(NamedTuple):
@@ -96,7 +96,7 @@ class LossTape(FunctionMode):
         backward pass."""
         if self._failure:
             raise StepscopeError(f"the loss could not be followed: {self._failure}")
-        self._loss = self._indices.get(loss, -1)
+        self._loss: int = self._indices.get(loss, -1)  # type: ignore[no-untyped-call]
         needed, kept, from_model = {self._loss}, [], False
         for call in reversed(self._calls):
             is_part, is_needed = isinstance(call.function, _Part), needed & {*call.results}
@@ -104,11 +104,11 @@ class LossTape(FunctionMode):
             if is_part or is_needed:
                 kept.append(call)
                 needed |= {*call.results}
-                needed |= {leaf.index for leaf in _leaves(call.arguments, _Computed)}
+                needed |= {leaf.number for leaf in _leaves(call.arguments, _Computed)}
         if not from_model:
             raise UsageError("the loss is not computed from the outputs of the model", _FIX)
         self._calls = kept[::-1]
-        used = {leaf.index for call in kept for leaf in _leaves(call.arguments, _Given)}
+        used = {leaf.number for call in kept for leaf in _leaves(call.arguments, _Given)}
         if any(self.given[index].requires_grad for index in used):
             raise UsageError(
                 "the loss uses tensors with gradients that the model neither has nor returns",
@@ -127,10 +127,10 @@ class LossTape(FunctionMode):
 
         def value(leaf: Any) -> Any:
             if isinstance(leaf, _Computed):
-                return values[leaf.index]
+                return values[leaf.number]
             if isinstance(leaf, _Parameter):
                 return model.get_parameter(leaf.name)
-            return given[leaf.index] if isinstance(leaf, _Given) else leaf
+            return given[leaf.number] if isinstance(leaf, _Given) else leaf
 
         for call, forgotten in zip(self._calls, self._last_uses(), strict=True):
             args, kwargs = tree_map(value, call.arguments, is_leaf=_is_reference)
@@ -149,7 +149,7 @@ class LossTape(FunctionMode):
         """Results that no call after each one uses, and no variable of the loop refers to."""
         seen, forgotten = {self._loss, *self._variables}, []
         for call in reversed(self._calls):
-            own = {*call.results, *(leaf.index for leaf in _leaves(call.arguments, _Computed))}
+            own = {*call.results, *(leaf.number for leaf in _leaves(call.arguments, _Computed))}
             forgotten.append(sorted(own - seen))
             seen |= own
         return forgotten[::-1]

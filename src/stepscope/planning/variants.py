@@ -69,7 +69,9 @@ def _planned(
 
 
 def _doubled(given: Tensor, dim: int, length: int) -> Tensor:
-    """Repeat a tensor that has the length along a dimension."""
-    if given.dim() <= dim or given.shape[dim] != length:
+    """Add the length to a tensor that has it along a dimension; for a context, up to a token that
+    is the target of the last one alone."""
+    size = given.shape[dim] if given.dim() > dim else 0
+    if not size or abs(size - length) > dim:
         return given
-    return torch.cat([given, given], dim)
+    return torch.cat([given, given, given], dim).narrow(dim, 0, size + length)

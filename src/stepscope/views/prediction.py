@@ -12,8 +12,16 @@ from stepscope.analysis.predict.memory import MemoryState
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction
 from stepscope.records.memory import OPTIMIZER, PARAMETERS, SAVED, PhasePeak, saved_bytes
-from stepscope.records.plans import FittedStep, Frontier, MeasuredSteps, Plan, thinned
-from stepscope.report.blocks import Cell, Curve, Figure, Finding, Table, Value
+from stepscope.records.plans import (
+    FittedStep,
+    Frontier,
+    MeasuredSteps,
+    Plan,
+    Planned,
+    PlannedStep,
+    thinned,
+)
+from stepscope.report.blocks import Block, Cell, Curve, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, duration, percent
 from stepscope.report.tables import col, cols, table
 from stepscope.training.settings import unusual_settings
@@ -304,6 +312,51 @@ def measured_finding(
         tone="good" if peak is not None and peak <= planned.budget else "info",
         timed=False,
     )
+
+
+def planned_findings(planned: Planned) -> list[Finding]:
+    """Whether twice the batch and twice the context fit, and with which plans."""
+    own = next((one for one in planned if one.what == "step"), None)
+    return [_larger_finding(own, one) for one in planned if own is not None and one.what != "step"]
+
+
+def _larger_finding(own: PlannedStep, larger: PlannedStep) -> Finding:
+    plain, plan = larger.frontier.plans[0], larger.plan
+    before = own.frontier.plans[0] if own.plan is None else own.plan
+    name = (
+        f"{'Batch' if larger.what == 'batch' else 'Context'} {larger.size}, twice the current one,"
+    )
+    values: dict[str, Value] = {"size": larger.size, "peak": plain.peak}
+    code = f"prediction.larger-{larger.what}"
+    if plan is None:
+        smallest = larger.frontier.plans[-1].peak
+        text = f"{name} does not fit: the smallest plan needs {bytes_(smallest)}."
+        return Finding(code=code, values=values, text=text, timed=False)
+    how = f"as it is, with {bytes_(plan.peak)}"
+    if not plan.is_plain:
+        how = (
+            f"with a plan ({plan.words}): {bytes_(plan.peak)} instead of {bytes_(plain.peak)}, in"
+            f" {percent(plan.seconds / plain.seconds - 1)} more time than without it"
+        )
+    faster = 2 * before.seconds / plan.seconds - 1
+    word = "more" if faster >= 0 else "fewer"
+    return Finding(
+        code=code,
+        values=values | {"fitted": plan.peak, "faster": faster},
+        text=f"{name} is predicted to fit {how}; {percent(abs(faster))} {word}"
+        f" {'samples' if larger.what == 'batch' else 'tokens'} per second at the rates of"
+        f" {larger.frontier.device}.",
+        timed=False,
+    )
+
+
+def planned_blocks(planned: Planned) -> tuple[Block, ...]:
+    """The plans of a recorded step as a figure and a table."""
+    own = next((one for one in planned if one.what == "step"), None)
+    if own is None or len(own.frontier.plans) < 2:
+        return ()
+    chosen = None if own.plan is None or own.plan.is_plain else own.plan
+    return (frontier_figure(own.frontier.plans, chosen), frontier_table(own.frontier))
 
 
 def frontier_facts(found: Frontier) -> dict[str, Any]:

@@ -33,8 +33,6 @@ from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError
 from stepscope.measure.datasheet import datasheet_ceilings
 from stepscope.records.memory import KEPT_INPUT, OPTIMIZER, RECOMPUTED, SAVED
-from stepscope.records.plans import ATTACHMENT as PLANS
-from stepscope.records.plans import Planned
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.views.memory import Account
@@ -105,7 +103,7 @@ def facts_of(record: Record, lacks: Sequence[str] = ()) -> Facts:
         parameters=int(record.quantity("parameters") or 0),
         flops=record.quantity("flops") or 0.0,
         peak_bytes=int(record.quantity("peak_bytes") or 0),
-        plans=record.attachment(PLANS, Planned) or (),
+        plans=watched.plans,
         **(account_facts(account) if account else {}),
         memory_bytes=record.environment.device_memory_bytes,
         compiled=compiled,

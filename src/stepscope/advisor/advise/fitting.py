@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -21,11 +20,10 @@ from stepscope.records.plans import FAILED, PLANNED, FittedStep, MeasuredSteps
 _TURNS = 3
 
 
-def plan_script(
-    script: Script, budget: int, allow: tuple[Literal["host-states"], ...] = ()
-) -> FittedStep:
+def plan_script(script: Script, budget: int, *, host_states: bool = False) -> FittedStep:
     """Run the script up to its first step, which runs on fake tensors, and return the fastest plan
     within a budget of bytes; 0 for the memory of its device."""
+    allow = ("host-states",) if host_states else ()
     order = order_of(script, observe="memory", budget=budget, allow=allow)
     with tempfile.TemporaryDirectory(prefix="stepscope-fit-") as name:
         folder = Path(name)

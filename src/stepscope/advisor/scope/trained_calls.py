@@ -109,7 +109,7 @@ def trained_by(module: nn.Module) -> Trained | None:
 def available_memory(device: torch.device) -> int:
     """Return the bytes that tensors of this process can have."""
     if device.type != "cuda":
-        return psutil.virtual_memory().total
+        return int(psutil.virtual_memory().total)
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device)
 

@@ -15,7 +15,7 @@ from stepscope.advisor.inspect.progress import CHILD_STEPPED, Progress, write_pr
 from stepscope.advisor.scope.following import StepFollower
 from stepscope.advisor.scope.stages import Effort
 from stepscope.advisor.scope.torch_import import when_imported
-from stepscope.errors import one_line
+from stepscope.errors import one_line, tells_of_memory
 
 if TYPE_CHECKING:
     from stepscope.advisor.scope.live import LiveTimes
@@ -52,7 +52,7 @@ class Watcher(StepFollower):
         """Ids of the parameters whose models were searched for."""
         self._written = False
         self._torch = False
-        self._failure = ""
+        self._failure = self._out_of_memory = ""
         self._started = time.monotonic()
 
     def start(self) -> None:
@@ -76,6 +76,9 @@ class Watcher(StepFollower):
                 self._report_progress()
 
     def _finish(self) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and tells_of_memory(line := one_line(error)):
+            self._out_of_memory = line
         self.unfollow()
         if self._live is not None:
             with suppress(Exception):
@@ -262,6 +265,7 @@ class Watcher(StepFollower):
                 steps=0 if recorder is None else recorder.steps,
                 needed=(self._effort if recorder is None else recorder.effort).steps,
                 recorded=self._written,
+                out_of_memory=self._out_of_memory,
                 failure=self._failure or broken_off,
             ),
         )

@@ -15,6 +15,7 @@ import tyro
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
 from stepscope.advisor.advise.cases import Script
 from stepscope.advisor.advise.given import with_advice
+from stepscope.advisor.advise.interleaved import ScriptOutOfMemoryError
 from stepscope.advisor.advise.step import RecordedStep
 from stepscope.advisor.advise.verification import Verification, template
 from stepscope.advisor.inspect.order import Order
@@ -23,6 +24,7 @@ from stepscope.analysis.plausibility import plausible
 from stepscope.cli.advice_page import conclude
 from stepscope.cli.answer import AnswerOptions
 from stepscope.cli.common import load_records, parse
+from stepscope.cli.memory_plan import show_plan
 from stepscope.cli.messages import log
 from stepscope.cli.patching import apply_verified
 from stepscope.cli.progress import Calibrating, make_observer
@@ -254,7 +256,10 @@ def _advise_script(
         reused = None if recorded else _recent(store, order, options)
         if reused is None and not recorded:
             log(f"recording a few steps of {target}")
-        base = recorded[0] if recorded else reused or record_script(order)
+        try:
+            base = recorded[0] if recorded else reused or record_script(order)
+        except ScriptOutOfMemoryError as error:
+            return _fit(options, script, error)
         if (setting := ProgramRecord(base).setting) is not None:
             script = msgspec.structs.replace(script, optimizers=len(setting.optimizers))
         with (
@@ -279,6 +284,15 @@ def _advise_script(
     page = _page(options, f"{target}-module" if options.module else Path(target).stem)
     code = conclude(page, options, step, records, run.id, applies=options.apply)
     return code or _apply(options, records)
+
+
+def _fit(options: AdviseOptions, script: Script, error: ScriptOutOfMemoryError) -> int:
+    """Plan a step that ran out of memory, within the memory of its device."""
+    from stepscope.advisor.advise.fitting import plan_script
+
+    log(f"{error}; planning what its blocks save")
+    show_plan(script, plan_script(script, 0), verify=options.verify, as_json=options.json)
+    return 0
 
 
 def _recent(store: Store, order: Order, options: AdviseOptions) -> Record | None:

@@ -9,15 +9,10 @@ import msgspec
 import tyro
 
 from stepscope.advisor.advise.cases import Script
-from stepscope.advisor.advise.fitting import (
-    measure_script,
-    measure_unless_too_large,
-    plan_script,
-    settings_of,
-)
+from stepscope.advisor.advise.fitting import plan_script
 from stepscope.analysis.predict.sizes import bytes_of
-from stepscope.cli.common import json_line, parse, require_writable
-from stepscope.cli.messages import log
+from stepscope.cli.common import parse, require_writable
+from stepscope.cli.memory_plan import show_plan
 from stepscope.cli.scripts import split_words
 from stepscope.errors import UsageError, no_such_file
 from stepscope.records.plans import FittedStep
@@ -69,11 +64,11 @@ def main(words: list[str]) -> int:
     if options.frontier is not None:
         require_writable(options.frontier, "give another path with --frontier")
     script = Script(target=target, module=options.module, words=tuple(rest))
-    allow = ("host-states",) if options.host_states else ()
-    planned = plan_script(script, budget, allow)
+    planned = plan_script(script, budget, host_states=options.host_states)
     if options.frontier is not None:
         _draw(planned, options.frontier)
-    return _show(options, script, planned)
+    show_plan(script, planned, verify=options.verify, as_json=options.json, steps=options.steps)
+    return 0
 
 
 def _draw(planned: FittedStep, path: Path) -> None:
@@ -84,27 +79,3 @@ def _draw(planned: FittedStep, path: Path) -> None:
 
     figure = frontier_figure(planned.frontier.plans, planned.plan)
     replace_file(path, [standalone_svg(svg(figure)).encode()])
-
-
-def _show(options: FitOptions, script: Script, planned: FittedStep) -> int:
-    from stepscope.report.terminal import print_findings, print_table
-    from stepscope.views import prediction as view
-
-    measured = {}
-    if not options.json:
-        print_findings(view.fitted_findings(planned))
-        print()
-        print_table(view.fitted_table(planned))
-    if options.verify and not planned.plan.is_plain:
-        log("running the script as it is, then with the plan")
-        measured["base"] = measure_unless_too_large(script, options.steps)
-    if options.verify:
-        settings = {} if planned.plan.is_plain else settings_of(planned)
-        measured["planned"] = measure_script(script, settings, options.steps)
-    if options.json:
-        print(json_line({"fit": planned, "measured": measured}))
-    elif measured:
-        assert measured["planned"] is not None
-        print()
-        print_findings([view.measured_finding(planned, measured["planned"], measured.get("base"))])
-    return 0

@@ -203,7 +203,10 @@ def _run(order: Order, shared: SharedDirectory, page: Path | None, options: Insp
             outcome = _write(folder, page, options, order.command, describe_end(status))
         else:
             stepped = (folder / CHILD_STEPPED).exists()
-            why = why_nothing(read_progress(folder), order.name, status, stepped, _FIX)
+            progress = read_progress(folder)
+            why = why_nothing(progress, order.name, status, stepped, _FIX)
+            if progress.out_of_memory:
+                why += f" (plan what fits: stepscope fit --verify {order.command})"
             outcome = _failed(why, options)
     if options.json and outcome is not None:
         code = os.waitstatus_to_exitcode(status)
