@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 examples/fsdp2.py --device cpu      # two gloo ranks
     stepscope trace stepscope-out/observer                          # meanwhile or afterwards
 
-`--slow RANK` makes one rank slower, to see how it is reported.
+`--slow RANK` makes one rank slower, to see how it is reported. `--accelerate` compiles each block
+within FSDP's hooks, with fused attention.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--folder", default="stepscope-out/observer")
     parser.add_argument("--slow", type=int, default=-1, metavar="RANK")
+    parser.add_argument("--accelerate", action="store_true")
     args = parser.parse_args()
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -86,6 +88,8 @@ def main() -> None:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if args.accelerate:
+        report = stepscope.accelerate(model, optimizer, compile=True)
     data = Tokens(shape["vocab"], length)
     batches = iter(DataLoader(data, batch_size, sampler=DistributedSampler(data)))
 
@@ -105,6 +109,8 @@ def main() -> None:
             if dist.get_rank() == 0:
                 print(f"step {number + 1}: loss {mean.item() / dist.get_world_size():.4f}")
     observer.close()
+    if args.accelerate and dist.get_rank() == 0:
+        print(report)
     dist.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """The Hugging Face Trainer with FSDP2 under torchrun, observed on every rank by the callback.
 
     torchrun --nproc-per-node 8 examples/hf_fsdp2.py --size real
+    torchrun --nproc-per-node 8 examples/hf_fsdp2.py --size real --accelerate
     torchrun --nproc-per-node 2 examples/hf_fsdp2.py --device cpu
     stepscope trace stepscope-out/observer
 
@@ -21,6 +22,7 @@ from transformers import (
     default_data_collator,
 )
 
+import stepscope
 from stepscope.integrations import StepscopeCallback
 
 SIZES = {
@@ -37,8 +39,11 @@ def main() -> None:
     batch_size, length = BATCHES[args.size]
     config = LlamaConfig(**SIZES[args.size], max_position_embeddings=length, use_cache=False)
     with tempfile.TemporaryDirectory() as folder:
+        model = LlamaForCausalLM(config)
+        if args.accelerate:
+            report = stepscope.accelerate(model, compile=True)
         trainer = Trainer(
-            model=LlamaForCausalLM(config),
+            model=model,
             args=TrainingArguments(
                 output_dir=folder,
                 max_steps=args.steps,
@@ -62,6 +67,8 @@ def main() -> None:
         result = trainer.train()
     if trainer.is_world_process_zero():
         print(f"mean loss {result.training_loss:.4f}")
+        if args.accelerate:
+            print(report)
     if dist.is_initialized():
         dist.destroy_process_group()
 

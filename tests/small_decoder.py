@@ -120,7 +120,8 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens)
-        angles = torch.outer(torch.arange(tokens.shape[1]).float(), torch.tensor([1.0, 0.1]))
+        at = torch.arange(tokens.shape[1], device=tokens.device).float()
+        angles = torch.outer(at, torch.tensor([1.0, 0.1], device=tokens.device))
         angles = torch.cat((angles, angles), dim=-1)[None]
         positions = (angles.cos(), angles.sin())
         for layer in self.layers:

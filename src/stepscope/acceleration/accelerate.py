@@ -42,6 +42,8 @@ from stepscope.acceleration.replacement import (
     rows_of,
 )
 from stepscope.acceleration.report import FP8, Report, excluded
+from stepscope.acceleration.sharded.functions import ShardedFunctions
+from stepscope.acceleration.sharded.units import has_units, why_not_compiled
 from stepscope.acceleration.unrecognized import mixtures_of_experts
 from stepscope.errors import UsageError
 from stepscope.kernels.fp8.layers import Fp8Layers
@@ -72,6 +74,10 @@ _SHARDED = (
 )
 """Classes of sharded modules, or of the owners of their hooks: their parameters are parts of the
 weights outside of a forward."""
+_WHEN_SHARDED = (
+    "its parameters are sharded: accelerate the model before it is sharded, or with compile=True"
+    " if by fully_shard"
+)
 _FULL_WEIGHTS = "FP8 layers cast full weights once per step"
 _ACCELERATED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -138,7 +144,8 @@ def accelerate(
     report = Report(type(inner).__name__)
     kinds = {parameter.device.type for parameter in inner.parameters()}
     report.on_cpu = kinds == {"cpu"} and not is_interpreted()
-    if compile and not _is_sharded(inner):
+    why = why_not_compiled(inner)
+    if compile and why is None and (has_units(inner) or not _is_sharded(inner)):
         options = dict(compile) if isinstance(compile, Mapping) else {}
         _compile(inner, optimizer, options, compute, patterns, report, fp8)
         if sample is not None:
@@ -185,8 +192,10 @@ def _compile(
     if fp8 is not None:
         _use_fp8(model, copies, fp8, report)
     # Without an update that writes them, the casts stay in the graph.
-    given = copies if fused or fp8 is not None else None
-    report.compilation = Compilation(model, report, options, dtype, patterns, given, fp8)
+    given = copies if (fused or fp8 is not None) and not has_units(model) else None
+    report.compilation = Compilation(
+        model, report, options, dtype, patterns, given, fp8, ShardedFunctions
+    )
     _ACCELERATED.add(model)
     report.on_undo(lambda: _ACCELERATED.discard(model))
     report.on_undo(report.compilation.undo)
@@ -320,8 +329,7 @@ def _find(
     attended: list[str] = []
     experts = _mixtures_of_experts(model)
 
-    if _is_sharded(model):
-        reason = "its parameters are sharded: accelerate the model before it is sharded"
+    if reason := why_not_compiled(model) or (_WHEN_SHARDED if _is_sharded(model) else None):
         report.leave(Left("model", "", reason))
         return
 

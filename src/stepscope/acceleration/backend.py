@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule
@@ -25,11 +26,13 @@ from stepscope.acceleration.regions import (
     compile_regions,
     hoist_views,
 )
+from stepscope.acceleration.sharded.unit_calls import defer_masks, require_no_calls
 from stepscope.errors import UsageError, one_line
 
 _log = logging.getLogger(__name__)
-_COMPILERS = {
+_COMPILERS: dict[str, Callable[..., torch_internals.Compiled]] = {
     "inductor": torch_internals.compile_with_inductor,
+    "inductor-cudagraphs": partial(torch_internals.compile_with_inductor, cudagraphs=True),
     "aot_eager": torch_internals.compile_with_aot_eager,
 }
 PASSES = (head_loss.NAME, attention.NAME, *linears.NAMES)
@@ -82,9 +85,10 @@ def backend(
 ) -> torch_internals.Compiled:
     """Compile one graph of Dynamo's: the backend that `torch.compile` calls.
 
-    Options: `compiler` ("inductor" or "aot_eager"), `passes` (False: none, or names of `PASSES`),
-    `regions` (False: one), `kernels` (True or False: whether attention kernels are used, otherwise
-    by device), `copies` (`WeightCopies` that an optimizer writes) and `fp8` (`Fp8Layers`).
+    Options: `compiler` ("inductor", "inductor-cudagraphs" or "aot_eager"), `passes` (False: none,
+    or names of `PASSES`), `regions` (False: one), `kernels` (True or False: whether attention
+    kernels are used, otherwise by device), `copies` (`WeightCopies` that an optimizer writes) and
+    `fp8` (`Fp8Layers`).
     """
     return compiled_graph(module, inputs, _checked(options or {}))[0]
 
@@ -135,6 +139,7 @@ def compiled_graph(
             # What cannot be traced again, rewritten or split is compiled as Dynamo gave it.
             failure = one_line(error)
     if failure is not None:
+        require_no_calls(module, failure)
         compiled, report = compile_region(module, inputs), GraphReport(failure=failure)
         comparison = Comparison.of_one(module, compiled, inputs)
     _reports.latest.append(report)
@@ -148,6 +153,7 @@ def _rewritten(
     fakes = torch_internals.fake_inputs(module, inputs)
     traced = torch_internals.retraced(module, fakes)
     hoist_views(traced)
+    defer_masks(traced)
     torch_internals.note_names(traced)
     original = GraphModule(traced, copy.deepcopy(traced.graph))
     numbers_as_tensors(traced.graph)

@@ -31,6 +31,7 @@ from stepscope.acceleration.graphs.arguments import (
 from stepscope.acceleration.graphs.casts import Casts, Digests
 from stepscope.acceleration.graphs.cuda import Backend, CudaGraphs, Cut, Replayable
 from stepscope.acceleration.graphs.discovery import find_objects
+from stepscope.acceleration.graphs.groups import WARM_UP, in_group, why_not_captured
 from stepscope.acceleration.graphs.optimizers import watched_steps
 from stepscope.acceleration.graphs.state import (
     HostRandom,
@@ -112,6 +113,7 @@ class Captured:
         required: bool = False,
         on_failure: Callable[[], None] | None = None,
         backend: Backend | None = None,
+        in_groups: bool = True,
     ) -> None:
         if warmup < 1:
             raise ValueError("warmup must be at least 1: the first step creates optimizer state")
@@ -123,7 +125,7 @@ class Captured:
         self._modules = None if modules is None else list(modules)
         self._optimizers = _listed(optimizer)
         self._parameters = parameters
-        self._required, self._on_failure = required, on_failure
+        self._required, self._on_failure, self._in_groups = required, on_failure, in_groups
         self._backend, self._given_backend = backend, backend is not None
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._found: list[Optimizer] = []
@@ -242,12 +244,11 @@ class Captured:
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
             raise NotCapturableError(f"its tensors are on several devices: {names}")
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            raise NotCapturableError(
-                "it runs in a process group: ranks that capture at different steps would wait for"
-                " each other's collectives"
-            )
+        if reason := why_not_captured(self._state.roots, asked_for=self._in_groups):
+            raise NotCapturableError(reason)
         if self._backend is None:
+            if in_group():
+                self._warmup = max(self._warmup, WARM_UP)
             self._backend = CudaGraphs(devices.pop())
         return self._backend
 

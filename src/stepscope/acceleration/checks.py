@@ -112,7 +112,9 @@ def difference(
     except NotReplacedError as error:
         return str(error)
     except Exception as error:
-        return f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        # Dynamo has that of a backend within another one.
+        cause = getattr(error, "inner_exception", error)
+        return f"it raises {type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
     if actual.structure != expected.structure:
         return f"it returns {actual.structure} instead of {expected.structure}"
     kind = (type(module), tolerance, *map(_kind, (*expected.outputs, *expected.gradients)))

@@ -23,6 +23,7 @@ from stepscope.acceleration.torch_internals import group_store
 from stepscope.files import replace_file
 
 AS_IT_IS, PLAIN, PASSES = "as it is", "compiled", "compiled with passes"
+TO_BE_CHOSEN = "the first steps are timed to choose the form of the step"
 SAMPLES = 8
 """Timed steps of each candidate."""
 _WARM_UP, _CAPTURE = 2, 5
@@ -142,7 +143,7 @@ class Choice:
 
     def __str__(self) -> str:
         if self.chosen is None:
-            return "the first steps are timed to choose the form of the step"
+            return TO_BE_CHOSEN
         if self.is_stored:
             return f"{self.chosen}, as an earlier run chose"
         times = "; ".join(f"{one}: {ms:.4g} ms" for one, ms in sorted(self.times.items()))
@@ -164,8 +165,12 @@ class Choice:
         self._relative[here] = [ms / size for ms, size in zip(times, sizes, strict=True)]
         if self._queue or self._is_left or any(one.kind == PLAIN for one in self.times):
             return
-        if self._best(PASSES) > _GAIN_OF_PASSES * self._best(AS_IT_IS):
+        if self._gains_little():
             self._queue = [form(PLAIN, graph) for graph in self.graphs]
+
+    def _gains_little(self) -> bool:
+        """Return whether the model is to be compiled without passes, too."""
+        return self._best(PASSES) > _GAIN_OF_PASSES * self._best(AS_IT_IS)
 
     def _best(self, kind: str) -> float:
         return min(statistics.median(x) for one, x in self._relative.items() if one.kind == kind)

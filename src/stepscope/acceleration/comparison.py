@@ -71,6 +71,8 @@ class CompiledPart:
     needs_gradient: frozenset[str]
     kind: int
     """Equal for regions with the same operators and inputs."""
+    is_call: bool = False
+    """It calls a part of the model that is sharded by itself, and is compared by itself."""
 
 
 @dataclass
@@ -102,7 +104,7 @@ class Comparison:
         learned = {n for n, x in values.items() if _learns(x)}
         for number in sorted({*self.original, *self.compiled}):
             before, after = self.original.get(number), self.compiled.get(number)
-            if before is not None and after is not None:
+            if before is not None and after is not None and not after.is_call:
                 known = {
                     n: values.get(n, made.get(n))
                     for n in (*before.inputs, *self._read(after.part.inputs))
@@ -110,7 +112,7 @@ class Comparison:
                 why = self._difference(before, after, known, learned)
                 if why:
                     yield f"in region {number}: {why}" if len(self.compiled) > 1 else why
-            elif after is not None and after.needs_gradient:
+            elif before is None and after is not None and after.needs_gradient:
                 yield f"in region {number}: {_ALONE}"
             device = _device(values.values())
             with torch.no_grad(), torch.random.fork_rng(_gpus(device)):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from stepscope.acceleration.choice import (
     AS_IT_IS,
     PASSES,
     PLAIN,
+    TO_BE_CHOSEN,
     Choice,
     clock_of,
     digest_of,
@@ -31,7 +32,8 @@ from stepscope.acceleration.choice import (
 from stepscope.acceleration.comparison import FP8_TOLERANCE
 from stepscope.acceleration.forward_registry import Layer, add_layer, layer_owners
 from stepscope.acceleration.replacement import Left
-from stepscope.acceleration.torch_internals import compiled_apart, graph_breaks
+from stepscope.acceleration.sharded.units import has_units
+from stepscope.acceleration.torch_internals import compiled_apart, graph_breaks, tracing_settings
 from stepscope.errors import UsageError
 from stepscope.kernels.fp8.layers import Fp8Layers
 from stepscope.kernels.weight_copies import WeightCopies
@@ -53,6 +55,16 @@ def compilation_of(model: nn.Module) -> Compilation | None:
     return next((one for one in found if one is not None and one.model is model), None)
 
 
+class Sharded(Protocol):
+    """What makes the functions of a model in FSDP2."""
+
+    def function(
+        self, compilation: Compilation, run: Callable[..., Any], graphs: Iterable[bool]
+    ) -> CompiledFunction: ...
+
+    def undo(self) -> None: ...
+
+
 class Compilation:
     """A model whose training calls run through the graph backend, until `undo()`."""
 
@@ -65,6 +77,7 @@ class Compilation:
         exclude: Iterable[str | type[nn.Module]] = (),
         copies: WeightCopies | None = None,
         fp8: Fp8Layers | None = None,
+        sharded: Callable[[Compilation], Sharded] | None = None,
     ) -> None:
         self.model, self.dtype = model, dtype
         self.copies, self.fp8 = copies, fp8
@@ -78,6 +91,11 @@ class Compilation:
         self.options = given | {"copies": copies, "fp8": fp8}
         self.passes = tuple(name for name in Graphs(**self.options).passes if name not in patterns)
         self.functions: list[CompiledFunction] = []
+        self.owner, self._make_sharded = owner, sharded
+        self._sharded: Sharded | None = None
+        self._forward: CompiledFunction | None = None
+        self.in_hooks: Callable[..., Any] | None = None
+        """What the next call of the model runs in place of its forward, within its hooks."""
         self._suspended = False
         self._layers = [add_layer(model, self._call, owner)]
         self._layers += [
@@ -85,16 +103,20 @@ class Compilation:
             for name, module in model.named_modules()
             if module is not model and _matches(name, type(module), patterns)
         ]
-        self._forward = self.function(self._layers[0].below, (False,))
 
     def function(self, run: Callable[..., Any], graphs: Iterable[bool]) -> CompiledFunction:
         """Return a function that runs the model, to be compiled with it. `graphs` are the kinds of
         steps to choose from: with CUDA graphs or without."""
-        made = CompiledFunction(self, run, graphs)
+        if self._sharded is None and self._make_sharded is not None and has_units(self.model):
+            self._sharded = self._make_sharded(self)
+        make = CompiledFunction if self._sharded is None else self._sharded.function
+        made = make(self, run, graphs)
         self.functions.append(made)
         return made
 
     def undo(self) -> None:
+        if self._sharded is not None:
+            self._sharded.undo()
         for layer in self._layers:
             layer.remove()
         self.functions.clear()
@@ -115,11 +137,17 @@ class Compilation:
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         del module
+        if self.in_hooks is not None:
+            run, self.in_hooks = self.in_hooks, None
+            return run(*args, **kwargs)
         if torch.compiler.is_compiling() or self._suspended:
             return self._layers[0].below(*args, **kwargs)
         with self.autocast():
             if not torch.is_grad_enabled():
                 return self._layers[0].below(*args, **kwargs)
+            if self._forward is None:
+                # The model may have been sharded in the meantime.
+                self._forward = self.function(self._layers[0].below, (False,))
             if not is_capturing():
                 self._forward.begin(args, kwargs)
             return self._forward(*args, **kwargs)
@@ -131,6 +159,8 @@ class Compilation:
     def lines(self) -> list[str]:
         """Describe what runs, for the report."""
         used = [one for one in self.functions if one.is_used] or self.functions[:1]
+        if not used:
+            return [f"form of the step   {self.fixed_form or TO_BE_CHOSEN}"]
         return [line for one in used for line in one.lines()]
 
 
@@ -140,13 +170,13 @@ class CompiledFunction:
     def __init__(
         self, compilation: Compilation, run: Callable[..., Any], graphs: Iterable[bool]
     ) -> None:
-        self._owner, self._run = compilation, run
+        self._owner, self._run, self._module = compilation, run, compilation.model
         self._passes = compilation.passes
         self._variants: dict[tuple[Any, ...], tuple[Callable[..., Any], Graphs]] = {}
         self._compared: set[object] = set()
         self._comparisons = 0
         self._seconds = 0.0
-        self._hooks: tuple[int, ...] | None = None
+        self._hooks: dict[nn.Module, tuple[Any, ...]] = {}
         self._forwards: dict[type, Any] = {}
         self._left: list[Left] = []
         self._inputs: Any = ((), {})
@@ -170,32 +200,53 @@ class CompiledFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.kind == AS_IT_IS or self.refused or self._must_run_as_it_is():
             return self._as_it_is(*args, **kwargs)
-        is_new = not is_capturing() and self._is_new(args, kwargs)
-        if is_new and not self._compared_as_equal(args, kwargs):
-            return self._as_it_is(*args, **kwargs)
+        if not is_capturing() and self._is_new(args, kwargs):
+            return self._first_call(args, kwargs)
         run, _ = self._variant()
         return run(*args, **kwargs)
 
+    def _first_call(self, args: Any, kwargs: Any) -> Any:
+        """Compare a call with the original, and run it in the form that remains."""
+        same = self._compared_as_equal(args, kwargs)
+        run = self._variant()[0] if same else self._as_it_is
+        return run(*args, **kwargs)
+
     def _as_it_is(self, *args: Any, **kwargs: Any) -> Any:
-        with self._owner.suspended():
+        with self._within(compiled=False):
             return self._run(*args, **kwargs)
+
+    @contextmanager
+    def _within(self, *, compiled: bool) -> Iterator[None]:
+        """Run the function within this."""
+        with self._owner.suspended(), tracing_settings() if compiled else nullcontext():
+            yield
+
+    def _compiled_apart(self, graphs: Graphs) -> Callable[..., Any]:
+        return compiled_apart(self._run, graphs)
+
+    def _parts(self) -> list[nn.Module]:
+        """Return the modules whose forwards it runs."""
+        return list(self._module.modules())
+
+    def _hooks_of(self, module: nn.Module) -> Iterator[Any]:
+        return (hook for name in _HOOKS for hook in vars(module)[name])
 
     def _must_run_as_it_is(self) -> bool:
         """Return whether this call has what Dynamo's guards do not see: hooks that were added
         later, hooks of all modules, and classes whose forward was patched."""
         if has_global_hooks() or transforms_active():
             return True
-        modules = list(self._owner.model.modules())
-        hooks = tuple(hook for one in modules for name in _HOOKS for hook in vars(one)[name])
-        if self._hooks is None:
-            self._hooks = hooks
+        modules = self._parts()
+        hooks = tuple(hook for one in modules for hook in self._hooks_of(one))
+        if self._module not in self._hooks:
+            self._hooks[self._module] = hooks
             if hooks:
                 self._refuse("modules have hooks, which the comparison would call")
                 return True
         # Dynamo guards the class of each module: another one is compiled with its present forward.
         known = self._forwards
         forwards = {type(one): type(one).forward for one in modules}
-        if hooks == self._hooks and all(
+        if hooks == self._hooks[self._module] and all(
             known.setdefault(kind, forward) is forward for kind, forward in forwards.items()
         ):
             return False
@@ -211,11 +262,11 @@ class CompiledFunction:
         key = _key_of(settings)
         if key not in self._variants:
             graphs = Graphs(**settings)
-            self._variants[key] = compiled_apart(self._run, graphs), graphs
+            self._variants[key] = self._compiled_apart(graphs), graphs
         compiled, graphs = self._variants[key]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._owner.suspended():
+            with self._within(compiled=True):
                 return compiled(*args, **kwargs)
 
         return run, graphs
@@ -294,7 +345,7 @@ class CompiledFunction:
 
         try:
             why = difference(
-                self._owner.model,
+                self._module,
                 original,
                 replaced,
                 args,
@@ -319,8 +370,12 @@ class CompiledFunction:
     def _refuse(self, why: str) -> None:
         self.refused = why
         self._leave(Left(PIECE, "", why))
-        self.choice.leave_compiled()
         self._variants.clear()
+        self._end_choice()
+
+    def _end_choice(self) -> None:
+        """Choose none of the compiled forms."""
+        self.choice.leave_compiled()
 
     def _leave(self, left: Left) -> None:
         if left not in self._left:

@@ -27,6 +27,7 @@ from stepscope.acceleration.comparison import (
 )
 from stepscope.acceleration.copied import Copied
 from stepscope.acceleration.passes.matching import is_tensor, memory_of, value_of
+from stepscope.acceleration.sharded.unit_calls import as_direct_call, is_unit_call, with_calls_apart
 from stepscope.acceleration.torch_internals import (
     ENTERS_AUTOCAST,
     EXITS_AUTOCAST,
@@ -184,6 +185,8 @@ def compile_regions(
     numbers = region_numbers(module)
     if not by_block or any(_writes_to_another(node, numbers) for node in numbers):
         numbers = dict.fromkeys(numbers, 0)
+    numbers = with_calls_apart(module, numbers)
+    _require_calls_outside_of_contexts(numbers)
     before = split(original, _numbers_of(original, numbers))
     outer = split(module, numbers)
     placeholders = [n for n in outer.graph.nodes if n.op == "placeholder"]
@@ -209,6 +212,18 @@ def compile_regions(
     outer.recompile()
     regions = Regions(len(compiler.compiled), len(compiler.by_structure))
     return outer.forward, regions, comparison
+
+
+def _require_calls_outside_of_contexts(numbers: Mapping[Node, int]) -> None:
+    """Raise if a unit is called without gradients or in an autocast of the model, which would end
+    in another region, or if a region writes to memory of another."""
+    calls = [node for node, within in _with_context(list(numbers)) if is_unit_call(node) and within]
+    if calls:
+        raise ValueError("a sharded part is called in an autocast, or without gradients")
+    if any(map(is_unit_call, numbers)) and any(
+        _writes_to_another(x, dict(numbers)) for x in numbers
+    ):
+        raise ValueError("it writes to what was made before a call of a sharded part")
 
 
 def _copy_where_read(outer: GraphModule, copied: Mapping[str, Copied]) -> None:
@@ -309,12 +324,17 @@ class _Compiler(Interpreter):
         compiled = self.by_structure.get(key)
         if compiled is None:
             single = _with_tuple_output(region)
-            with own_tracing_context():
-                run = self._compile(region, [as_region_input(x) for x in args])
+            run = as_direct_call(region)
+            if run is None:
+                with own_tracing_context():
+                    run = self._compile(region, [as_region_input(x) for x in args])
             compiled = _with_layout(run, as_tuple(outputs), single)
             self.by_structure[key] = compiled
         kind = list(self.by_structure).index(key)
-        self.compiled[str(target)] = CompiledPart(part, compiled, with_gradient(part, args), kind)
+        is_call = any(map(is_unit_call, region.graph.nodes))
+        self.compiled[str(target)] = CompiledPart(
+            part, compiled, with_gradient(part, args), kind, is_call
+        )
         return outputs
 
     def _lengths(self, args: Sequence[Any]) -> list[int]:

@@ -21,6 +21,7 @@ from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator
 from torch._prims_common import is_contiguous_or_false
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
@@ -38,6 +39,15 @@ def fake_mode() -> Any:
     mode = TracingContext.get().fake_mode
     assert mode is not None
     return mode
+
+
+def is_fake(value: Any) -> bool:
+    return isinstance(value, FakeTensor)
+
+
+def mode_of(values: Sequence[Any]) -> Any:
+    """Return the mode of the first fake tensor among these."""
+    return next(x for x in values if isinstance(x, FakeTensor)).fake_mode
 
 
 def fake_inputs(module: GraphModule, inputs: Sequence[Any]) -> list[Any]:
@@ -140,6 +150,11 @@ class Break(NamedTuple):
     reason: str
 
 
+def in_backward() -> bool:
+    """Return whether a backward pass runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def graph_breaks() -> list[Break]:
     """Return what Dynamo could not trace so far, in this process."""
     return [_break(one) for one in dynamo_utils.graph_break_reasons]
@@ -156,26 +171,30 @@ def _break(why: Any) -> Break:
 _numbers = itertools.count()
 
 
-def compiled_apart(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_apart(
+    function: Callable[..., Any], backend: Callable[..., Any], *, fullgraph: bool = False
+) -> Callable[..., Any]:
     """Compile a function apart from every other compilation of it: Dynamo's cache, its guards and
-    the limit of its recompilations belong to a code object."""
+    the limit of its recompilations belong to a code object. Call it within `tracing_settings`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
     assert isinstance(run, FunctionType)
     run.__code__ = run.__code__.replace(co_name=f"run_{next(_numbers)}")
-    compiled: Callable[..., Any] = torch.compile(run, backend=backend)
+    compiled: Callable[..., Any] = torch.compile(run, backend=backend, fullgraph=fullgraph)
+    return compiled
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # Warnings that are given once have been, when the model ran as it is; they end a graph.
-        once = {x for name, x in vars(logging.Logger).items() if name.endswith("_once")}
-        if not once:
-            return compiled(*args, **kwargs)
-        with torch._dynamo.config.patch(ignore_logger_methods=once), _without_metrics_errors():
-            return compiled(*args, **kwargs)
 
-    return call
+@contextmanager
+def tracing_settings(**settings: Any) -> Iterator[None]:
+    """Trace as passes need it: warnings that are given once have been, when the model ran as it is
+    (they end a graph), and regions leave gradients in the order that DDP reduces them."""
+    settings["optimize_ddp"] = False
+    if once := {x for name, x in vars(logging.Logger).items() if name.endswith("_once")}:
+        settings["ignore_logger_methods"] = once
+    with torch._dynamo.config.patch(settings), _without_metrics_errors():
+        yield
 
 
 @contextmanager
@@ -258,14 +277,17 @@ def name_before_split(node: Node) -> str:
     return str(node.meta.get(_NAME, node.name))
 
 
-def compile_with_inductor(module: GraphModule, inputs: Sequence[Any]) -> Compiled:
-    """Compile forward and backward. Values that the backward pass needs in memory are computed
-    again there if that is cheap, such as the outputs of norms and the products of gated MLPs; torch
-    would save them."""
+def compile_with_inductor(
+    module: GraphModule, inputs: Sequence[Any], *, cudagraphs: bool = False
+) -> Compiled:
+    """Compile forward and backward, with Inductor's CUDA graphs if wanted. Values that the backward
+    pass needs in memory are computed again there if that is cheap, such as the outputs of norms and
+    the products of gated MLPs; torch would save them."""
     from torch._inductor.compile_fx import compile_fx
 
     with functorch_config.patch(ban_recompute_materialized_backward=False):
-        compiled: Any = compile_fx(module, list(inputs))
+        patches = {"triton.cudagraphs": True} if cudagraphs else None
+        compiled: Any = compile_fx(module, list(inputs), config_patches=patches)
     return compiled  # type: ignore[no-any-return]
 
 

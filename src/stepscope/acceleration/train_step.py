@@ -24,6 +24,7 @@ from stepscope.acceleration.capture import Captured
 from stepscope.acceleration.compiled import Compilation, CompiledFunction, compilation_of
 from stepscope.acceleration.graphs.arguments import with_tensors
 from stepscope.acceleration.graphs.cuda import Backend
+from stepscope.acceleration.graphs.groups import in_group
 from stepscope.acceleration.graphs.optimizers import control_of
 from stepscope.acceleration.losses import called, loss_in, loss_of, scalar, without_cache
 from stepscope.acceleration.micro_batches import micro_batches
@@ -113,6 +114,7 @@ class TrainStep:
             modules=[model],
             parameters=lambda: self._parameters,
             required=graph == "on",
+            in_groups=graph == "on",
             on_failure=self._forget_scaling,
             backend=backend,
         )
@@ -221,7 +223,7 @@ class TrainStep:
             self._compilation, self._compiled = compilation, None
             if compilation is not None:
                 capturable = self._has_backend or compilation.device.type == "cuda"
-                both = self._graph == "auto" and capturable
+                both = self._graph == "auto" and capturable and not in_group()
                 graphs = (True, False) if both else (self._graph == "on",)
                 self._compiled = compilation.function(self._loss_of, graphs)
         kind, graph = "", self._graph != "off"
