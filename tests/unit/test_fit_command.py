@@ -15,8 +15,9 @@ import stepscope
 from stepscope.cli import main
 from stepscope.errors import UsageError
 from stepscope.planning.fake_run import predict_fake
-from stepscope.planning.loop import FakeLoop
+from stepscope.planning.loop import FakeLoop, RealLoop
 from stepscope.planning.simulated_bytes import WORKSPACE
+from stepscope.planning.variants import planned_steps
 from stepscope.records.jsonl import read_records
 from stepscope.views.program.rows import ProgramRecord
 
@@ -233,3 +234,27 @@ def test_a_loss_without_the_model_is_refused() -> None:
     loop.call(model, (torch.ones(1, 2),), {})
     with pytest.raises(UsageError, match="not computed from the outputs"):
         loop.end(torch.ones(1, requires_grad=True).sum())
+
+
+def test_a_size_that_the_program_cannot_run_is_left_out() -> None:
+    class Short(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(16, 8), nn.Embedding(32, 8)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            assert tokens.shape[1] <= 32
+            x: torch.Tensor = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+            return x
+
+    model = Short()
+    loop = RealLoop(model)
+    outputs = loop.call(model, model.forward, (torch.zeros(4, 32, dtype=torch.long),), {})
+    loss = outputs.square().mean()
+    loop.begin_backward(loss)
+    loss.backward()
+    loop.end()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    planned = planned_steps(loop, model, optimizer, 1 << 30, compiled=False)
+    assert [(one.what, one.size) for one in planned] == [("step", 4), ("batch", 8)]
+    assert all(parameter.grad is not None for parameter in model.parameters())
