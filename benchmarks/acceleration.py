@@ -47,14 +47,15 @@ BY_GRAPH: dict[str, Any] = {
     "stepscope-compile": True,
     "stepscope-compile-passes": _WITH_PASSES,
     "stepscope-compile-one-region": _WITH_PASSES | {"regions": False},
+    "stepscope-compile-passes-update-after": _WITH_PASSES,
     "stepscope-compile-passes-no-copies": (
         _WITH_PASSES | {"passes": ("head and loss", "attention")}
     ),
     "stepscope-compile-fp8": _WITH_PASSES,
 }
 """Forms in which `accelerate` stands on the compiler's graph, with its argument `compile`: the form
-chosen by time, the one with all passes, that one without a region per block or without copies of
-weights, and in FP8."""
+chosen by time, the one with all passes, that one without a region per block, with one update after
+the backward pass or without copies of weights, and in FP8."""
 OURS = (
     "stepscope", "stepscope-eager", "stepscope-compiled-blocks", "stepscope-graph", *BY_GRAPH,
 )  # fmt: skip
@@ -180,6 +181,7 @@ class Bench:
         return stepscope.TrainStep(
             model, optimizer, loss_fn=loss_fn, dtype=torch.bfloat16,
             graph="off" if form == "stepscope-eager" else "auto",
+            update_in_backward=not form.endswith("-update-after"),
         )  # fmt: skip
 
     def _graph_step(self) -> Callable[[Any], Tensor]:

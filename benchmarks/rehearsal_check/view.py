@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from rehearsal_check.cases import CheckCase, Sampled, strategies
 from rehearsal_check.channel import MeasuredChannel, measured_channel
+from rehearsal_check.contention import ContendedQueue
 from stepscope.analysis.links import fit_link
 from stepscope.analysis.rehearsal.recording import Recording, recording_of
 from stepscope.analysis.rehearsal.replay import Upkeep, name_of, replay
@@ -39,6 +40,8 @@ class Comparison(NamedTuple):
 
     channel: MeasuredChannel
     upkeep: Upkeep
+    contention: tuple[float, float]
+    """Slowdown of work by messages, and delay of messages per ms of work."""
     rows: tuple[Row, ...]
 
     @property
@@ -97,20 +100,20 @@ def compare(
         pack_byte=1 / pack.bytes_per_ms if pack else 0.0,
         issue=issue,
         agree=medians.get(Sampled("agree"), 0.0),
-        slowed=slowed,
-        drag=drag,
     )
     rows = []
     for strategy, size in strategies(bucket_mb):
         name = name_of(strategy, size)
         measured = slowest.get(Sampled("step", name))
         if measured is not None:
-            predicted = replay(recording, strategy, channel, size, upkeep)
+            predicted = replay(
+                recording, strategy, channel, size, upkeep, ContendedQueue(slowed, drag)
+            )
             # Communication does not make a step faster: less is noise.
             longer = measured.median - baseline.median
             exposed = longer if longer >= 0 else None
             rows.append(Row(name, predicted.step_ms, measured, predicted.exposed_ms, exposed))
-    return Comparison(channel, upkeep, tuple(rows)) if rows else None
+    return Comparison(channel, upkeep, (slowed, drag), tuple(rows)) if rows else None
 
 
 def _contention(

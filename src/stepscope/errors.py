@@ -14,6 +14,14 @@ _NOT_ASCII_TEXT = re.compile(r"[^ -~\n]+")
 _NEAR = 0.65
 """Similarity ratio, from 0 to 1, from which one word is suggested as a correction of another."""
 
+_MEMORY_MESSAGES = (
+    "can't allocate memory",
+    "out of memory",
+    "outofmemoryerror",
+    "not enough memory",
+    "alloc_failed",
+)
+
 
 class StepscopeError(Exception):
     """A failure at run time. The command line prints it as one line and exits with 1."""
@@ -28,6 +36,12 @@ class UsageError(StepscopeError):
     """An invalid request. The command line exits with 2."""
 
     exit_code = 2
+
+
+def tells_of_memory(text: str) -> bool:
+    """Return True if the text of an error says that memory ran out."""
+    lower = text.lower()
+    return any(words in lower for words in _MEMORY_MESSAGES)
 
 
 def printable(text: str) -> str:

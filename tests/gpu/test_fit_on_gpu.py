@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stepscope
-from stepscope.planning.fit import apply_plan, plans_of_step
+from stepscope.planning.application import application_of, apply_plan
+from stepscope.planning.fit import plans_of_step
 from stepscope.planning.host_copies import HostCopies
 from stepscope.planning.selective import BlockPlan, apply_to
 
@@ -86,11 +87,10 @@ def test_gradients_are_equal_with_every_plan() -> None:
         model, optimizer, batch, budget="10TiB", loss_fn=square, dtype=torch.bfloat16
     )
     for plan in (probe.plans[len(probe.plans) // 2], probe.plans[-1]):
-        layers = apply_plan(model, plan)
+        applied = apply_plan(model, optimizer, application_of(plan))
         for got, wanted in zip(step(model, batch), expected, strict=True):
             assert torch.equal(got, wanted)
-        for layer in layers:
-            layer.remove()
+        applied.remove()
 
 
 def test_host_copies_are_read_after_they_were_written() -> None:

@@ -13,6 +13,14 @@ from stepscope.advisor.advise.cases import OF_MODELS, OF_SCRIPTS
 from stepscope.analysis.advice.changes import WORTH, advise, afterwards, applicable
 from stepscope.analysis.advice.facts import Facts, PhaseWork, Runs
 from stepscope.analysis.advice.timeline import wall_ms, with_launch_time
+from stepscope.records.plans import (
+    Application,
+    BlockGroup,
+    BlockSettings,
+    Frontier,
+    Plan,
+    PlannedStep,
+)
 
 GPU = {"float32": 50e12, "tf32": 400e12, "bfloat16": 800e12}
 
@@ -430,3 +438,64 @@ def test_a_compiler_gains_from_runs_of_kernels_but_not_from_single_ones() -> Non
     alone = Runs(kernels=0.5, runs=0.5, longest=1.0)
     assert "compile" not in gains(step(alone))
     assert afterwards(step(alone), ["compile"]).phases[0].launches == 100.0
+
+
+def planned_step(what: str, size: int, *peaks: int) -> PlannedStep:
+    """Plans with these peaks in GiB, each 2 % slower than the one before; the last one is
+    chosen."""
+    plans = tuple(
+        Plan(
+            peak=peak << 30,
+            seconds=0.1 * (1 + 0.02 * index),
+            again_s=0.002 * index,
+            exposed_s=0.0,
+            groups=(
+                BlockGroup(number=4, words="plan", saved=1, to_host=0, again_s=0.0005 * index),
+            ),
+        )
+        for index, peak in enumerate(peaks)
+    )
+    changed = {f"blocks.{i}": 0 for i in range(4)} if len(peaks) > 1 else {}
+    return PlannedStep(
+        what=what,  # type: ignore[arg-type]
+        size=size,
+        frontier=Frontier(plans=plans, device="GPU"),
+        plan=plans[-1] if plans else None,
+        apply=Application(settings=(BlockSettings(recompute=True),), blocks=changed),
+    )
+
+
+def test_a_plan_replaces_checkpointing_where_memory_is_scarce() -> None:
+    scarce = facts(
+        memory_bytes=100 << 30, peak_bytes=95 << 30, saved_bytes=60 << 30,
+        plans=(planned_step("step", 8, 95, 80),),
+    )  # fmt: skip
+    by_code = {one.code: one for one in advise(scarce)}
+    plan = by_code["memory-plan"]
+    assert (plan.gain_ms, plan.gain_bytes) == (pytest.approx(-2.0), 15 << 30)
+    assert "checkpoint" not in by_code
+    assert "checkpoint" in plan.excludes
+    assert msgspec.json.decode(plan.setting["memory"], type=Application).blocks.keys() == {
+        "blocks.0", "blocks.1", "blocks.2", "blocks.3"
+    }  # fmt: skip
+    free = msgspec.structs.replace(scarce, memory_bytes=200 << 30)
+    assert "memory-plan" not in {one.code for one in advise(free)}
+
+
+def test_a_larger_batch_that_needs_a_plan_pays_for_its_recomputation() -> None:
+    step = facts(
+        launches=(600.0, 900.0, 900.0), launch_ms=0.05, batch=8,
+        memory_bytes=100 << 30, peak_bytes=70 << 30, saved_bytes=50 << 30,
+    )  # fmt: skip
+    assert "larger-batch" not in gains(step)
+    fits = msgspec.structs.replace(step, plans=(planned_step("batch", 16, 120, 85),))
+    slower = msgspec.structs.replace(step, plans=(planned_step("batch", 16, 120, 110, 100, 85),))
+    (one,) = (advice for advice in advise(fits) if advice.code == "larger-batch")
+    (other,) = (advice for advice in advise(slower) if advice.code == "larger-batch")
+    assert one.setting.keys() == {"batch", "memory"}
+    assert (one.setting["batch"], one.gain_bytes) == ("16", -(15 << 30))
+    assert "with a plan" in one.title
+    # Of both samples: 4 ms more for two.
+    assert one.gain_ms - other.gain_ms == pytest.approx(2.0)
+    none = msgspec.structs.replace(planned_step("batch", 16, 120), plan=None, apply=None)
+    assert "larger-batch" not in gains(msgspec.structs.replace(step, plans=(none,)))

@@ -65,7 +65,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     | {"records"}
     | {"report", "stepscope.cli.messages"},
     "advisor": {"runner", "studies", "training", "views", "acceleration", "measure", "analysis"}
-    | {"records", "report"}
+    | {"planning", "records", "report"}
     | TOOLS,
     "grading": {
         "studies",

@@ -179,6 +179,7 @@ PRIVATE = {
     "grading/ranks/collectives.py": "a temporary folder",
     "advisor/inspect/rendezvous.py": "a folder that only the user can enter",
     "advisor/scope/watching.py": "the folder of a recording",
+    "advisor/trial/planner.py": "a temporary folder",
     "measure/device.py": "/proc",
     "parallel/checkpoint/__init__.py": "a folder that this checkpoint has created",
     "parallel/checkpoint/checksums.py": "a folder that this checkpoint has created",

@@ -28,11 +28,14 @@ KNOWN = (
 
 
 def watched(flops: float = 2e9, ceilings: tuple[Ceiling, ...] = KNOWN, **changes: object) -> Record:
-    quantities = (
+    return inspected_record(step=10.0, quantities=known(flops), ceilings=ceilings, **changes)
+
+
+def known(flops: float) -> tuple[Quantity, ...]:
+    return (
         Quantity(name="flops", value=flops, unit="FLOP"),
         Quantity(name="parameters", value=1e7, unit="parameters"),
     )
-    return inspected_record(step=10.0, quantities=quantities, ceilings=ceilings, **changes)
 
 
 def with_lines(summary: Summary, *lines: tuple[str, str, float]) -> Summary:
@@ -97,7 +100,8 @@ def test_profiler_overhead_is_idle_time(
     assert beyond["not attributed"] == pytest.approx(0.0)
 
 
-SUMMARY = ProgramRecord(watched()).summary
+WATCHED = watched()
+SUMMARY = ProgramRecord(WATCHED).summary
 PHASES = st.sampled_from(("forward", "backward", "optimizer", "outside", "idle"))
 KINDS = st.sampled_from(("matmul", "attention", "softmax", "copy/cast", "communication", "other"))
 
@@ -137,9 +141,9 @@ def test_parts_are_shares_of_the_step(
 def test_minimum_time_above_the_measured_one_is_explained(
     lines: list[tuple[str, str, float]], flops: float
 ) -> None:
-    record = watched(flops)
-    profile = with_lines(record.required("profile", Summary), *lines)
-    lead = ProgramRecord(attached(record, profile=profile))
+    assert SUMMARY is not None
+    record = msgspec.structs.replace(WATCHED, quantities=known(flops))
+    lead = ProgramRecord(attached(record, profile=with_lines(SUMMARY, *lines)))
     blocks = waterfall_blocks(lead, "inspect")
     assert lead.step_ms is not None
     limit = step_limit(lead)

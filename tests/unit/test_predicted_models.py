@@ -21,7 +21,7 @@ from stepscope.attention.api import attention_with
 from stepscope.errors import UsageError
 from stepscope.measure.ledger import StorageLedger
 from stepscope.model import TransformerLM, find_size, with_overrides
-from stepscope.planning.predict import MemoryPrediction
+from stepscope.planning.fake_run import MemoryPrediction
 from stepscope.planning.simulated_bytes import WORKSPACE
 from stepscope.records.memory import (
     GRADIENTS,

@@ -98,22 +98,6 @@ def test_upkeep_delays_what_comes_after_it() -> None:
     assert late.synchronized == 90 + 4 + 6 + 0.5 + 21
 
 
-def test_concurrent_work_takes_longer_and_delays_messages() -> None:
-    upkeep = Upkeep(pack=2.0, slowed=1.5, drag=0.5)
-    result = replay(recording([60.0, 30.0, 20.0]), "overlap", SLOW, upkeep=upkeep)
-    # At 50 nothing is in flight: 2 ms. At 62 a message is until 63: 3 ms, and it ends at 64.
-    assert [(m.ready, m.start, m.end) for m in result.messages] == [
-        (52, 52, 64),
-        (65, 65, 76),
-        (97, 97, 108),
-    ]
-    # The third gradient is ready at 95, when nothing is in flight.
-    assert result.backward_end == 97.0
-    queue = replay(recording([23.0, 22.0, 20.0]), "overlap", SLOW, upkeep=upkeep)
-    # Two messages, one of them still queued, are both delayed by a ms.
-    assert [(m.start, m.end) for m in queue.messages] == [(52, 65), (65, 76), (76, 87)]
-
-
 def test_the_final_exchange_overlaps_with_reductions() -> None:
     result = replay(recording([60.0, 20.0]), "overlap", SLOW, upkeep=Upkeep(agree=10.0))
     assert result.synchronized == 101.0

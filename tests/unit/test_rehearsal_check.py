@@ -12,11 +12,14 @@ from rehearsal_check import STUDY as CHECK
 from rehearsal_check import view
 from rehearsal_check.cases import Sampled
 from rehearsal_check.channel import measured_channel
+from rehearsal_check.contention import ContendedQueue
 from rehearsal_check.view import compare
 
-from rehearsal_records import check_record
+from rehearsal_records import Line, check_record, recording
 from stepscope.analysis.rehearsal.recording import recording_of
+from stepscope.analysis.rehearsal.replay import Replay, Upkeep, replay
 from stepscope.errors import UsageError
+from stepscope.parallel.buckets import MEGABYTE
 from stepscope.records.schema import Record, Series
 from stepscope.report.blocks import Finding, Table
 from stepscope.training.ranks import one_process
@@ -79,12 +82,12 @@ def test_contention_of_packing_and_reductions() -> None:
         Sampled("beside", "4", 1_000_000): 12.0,
     }
     series = [Series(**what._asdict(), unit="ms", values=(ms,) * 5) for what, ms in times.items()]
-    recording = recording_of(record)
-    assert recording is not None
-    comparison = compare(recording, series, [2.0])
+    recorded = recording_of(record)
+    assert recorded is not None
+    comparison = compare(recorded, series, [2.0])
     assert comparison is not None
-    assert (comparison.upkeep.slowed, comparison.upkeep.drag) == pytest.approx((1.5, 0.5))
-    assert check_of(record).comparison.upkeep[-2:] == (1.0, 0.0)  # type: ignore[union-attr]
+    assert comparison.contention == pytest.approx((1.5, 0.5))
+    assert check_of(record).comparison.contention == (1.0, 0.0)  # type: ignore[union-attr]
 
 
 def test_a_check_without_samples_of_the_link_is_none() -> None:
@@ -141,3 +144,24 @@ def test_a_larger_message_is_never_faster() -> None:
     assert channel is not None
     assert channel.alone(2000) == 2.0
     assert channel.alone(10**9) == 5.0
+
+
+def test_concurrent_work_takes_longer_and_delays_messages() -> None:
+    slow = Line(1.0, 0.1 * MEGABYTE)
+
+    def contended(*ready: float) -> Replay:
+        queue = ContendedQueue(1.5, 0.5)
+        return replay(recording(ready), "overlap", slow, upkeep=Upkeep(pack=2.0), queue=queue)
+
+    result = contended(60.0, 30.0, 20.0)
+    # At 50 nothing is in flight: 2 ms. At 62 a message is until 63: 3 ms, and it ends at 64.
+    assert [(m.ready, m.start, m.end) for m in result.messages] == [
+        (52, 52, 64),
+        (65, 65, 76),
+        (97, 97, 108),
+    ]
+    # The third gradient is ready at 95, when nothing is in flight.
+    assert result.backward_end == 97.0
+    queue = contended(23.0, 22.0, 20.0)
+    # Two messages, one of them still queued, are both delayed by a ms.
+    assert [(m.start, m.end) for m in queue.messages] == [(52, 65), (65, 76), (76, 87)]

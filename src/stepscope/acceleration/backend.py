@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule
@@ -29,8 +30,9 @@ from stepscope.acceleration.sharded.unit_calls import defer_masks, require_no_ca
 from stepscope.errors import UsageError, one_line
 
 _log = logging.getLogger(__name__)
-_COMPILERS = {
+_COMPILERS: dict[str, Callable[..., torch_internals.Compiled]] = {
     "inductor": torch_internals.compile_with_inductor,
+    "inductor-cudagraphs": partial(torch_internals.compile_with_inductor, cudagraphs=True),
     "aot_eager": torch_internals.compile_with_aot_eager,
 }
 PASSES = (head_loss.NAME, attention.NAME, *linears.NAMES)
@@ -83,9 +85,10 @@ def backend(
 ) -> torch_internals.Compiled:
     """Compile one graph of Dynamo's: the backend that `torch.compile` calls.
 
-    Options: `compiler` ("inductor" or "aot_eager"), `passes` (False: none, or names of `PASSES`),
-    `regions` (False: one), `kernels` (True or False: whether attention kernels are used, otherwise
-    by device), `copies` (`WeightCopies` that an optimizer writes) and `fp8` (`Fp8Layers`).
+    Options: `compiler` ("inductor", "inductor-cudagraphs" or "aot_eager"), `passes` (False: none,
+    or names of `PASSES`), `regions` (False: one), `kernels` (True or False: whether attention
+    kernels are used, otherwise by device), `copies` (`WeightCopies` that an optimizer writes) and
+    `fp8` (`Fp8Layers`).
     """
     return compiled_graph(module, inputs, _checked(options or {}))[0]
 

@@ -277,14 +277,17 @@ def name_before_split(node: Node) -> str:
     return str(node.meta.get(_NAME, node.name))
 
 
-def compile_with_inductor(module: GraphModule, inputs: Sequence[Any]) -> Compiled:
-    """Compile forward and backward. Values that the backward pass needs in memory are computed
-    again there if that is cheap, such as the outputs of norms and the products of gated MLPs; torch
-    would save them."""
+def compile_with_inductor(
+    module: GraphModule, inputs: Sequence[Any], *, cudagraphs: bool = False
+) -> Compiled:
+    """Compile forward and backward, with Inductor's CUDA graphs if wanted. Values that the backward
+    pass needs in memory are computed again there if that is cheap, such as the outputs of norms and
+    the products of gated MLPs; torch would save them."""
     from torch._inductor.compile_fx import compile_fx
 
     with functorch_config.patch(ban_recompute_materialized_backward=False):
-        compiled: Any = compile_fx(module, list(inputs))
+        patches = {"triton.cudagraphs": True} if cudagraphs else None
+        compiled: Any = compile_fx(module, list(inputs), config_patches=patches)
     return compiled  # type: ignore[no-any-return]
 
 

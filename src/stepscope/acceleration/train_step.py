@@ -10,32 +10,29 @@ On a GPU the step is replayed as a CUDA graph where that is possible (see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import importlib
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from stepscope.acceleration.caches import without_cache
 from stepscope.acceleration.capture import Captured
 from stepscope.acceleration.compiled import Compilation, CompiledFunction, compilation_of
 from stepscope.acceleration.graphs.arguments import with_tensors
 from stepscope.acceleration.graphs.cuda import Backend
 from stepscope.acceleration.graphs.groups import in_group
 from stepscope.acceleration.graphs.optimizers import control_of
+from stepscope.acceleration.losses import called, loss_in, loss_of, scalar, without_cache
 from stepscope.acceleration.micro_batches import micro_batches
 from stepscope.acceleration.pieces.head_loss import with_deferred_logits
-from stepscope.acceleration.train_step_arguments import Plan, plan_of, require_valid
+from stepscope.acceleration.train_step_arguments import Fitted, Lever, Plan, plan_of, require_valid
 from stepscope.acceleration.update_in_backward import UpdateInBackward, update_in_backward
 from stepscope.errors import UsageError
 from stepscope.optim.in_backward import InBackwardAdamW
-
-if TYPE_CHECKING:
-    from stepscope.planning.fit import Fitted
-    from stepscope.planning.plans import Lever
 
 GRAPH = ("auto", "on", "off")
 
@@ -175,8 +172,8 @@ class TrainStep:
 
     def _fit(self, batch: Any, budget: str | int) -> None:
         """Make the step fit into its budget."""
-        from stepscope.planning.fit import fit
-
+        # Planning is built on this package.
+        fit = importlib.import_module("stepscope.planning.fit").fit
         self.fitted = fit(
             self.model, self.optimizer, batch, budget=budget, loss_fn=self._loss_fn,
             dtype=self._dtype, max_grad_norm=self._max_grad_norm, allow=self._allow,
@@ -314,17 +311,17 @@ class TrainStep:
     def _loss(self, batch: Any) -> Tensor:
         if self._compilation is not None and self._compiled is not None:
             with self._compilation.autocast(), without_cache(self.model):
-                return _scalar(self._compiled(batch), "the loss function")
+                return scalar(self._compiled(batch), "the loss function")
         if self._loss_fn is not None:
             function = partial(self._loss_fn, self.model, batch)
-            return _scalar(with_deferred_logits(self.model, function), "loss_fn")
+            return scalar(with_deferred_logits(self.model, function), "loss_fn")
         return loss_of(self.model, batch)
 
     def _loss_of(self, batch: Any) -> Any:
         """Compute the loss: what is compiled together with the model."""
         if self._loss_fn is not None:
             return self._loss_fn(self.model, batch)
-        return _loss_in(_called(self.model, batch))
+        return loss_in(called(self.model, batch))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._dtype is None:
@@ -377,37 +374,3 @@ def _needs_all_gradients(max_grad_norm: float | None, accumulate: int, scaler: A
         "scaler": scaler is not None,
     }
     return [name for name, given in options.items() if given]
-
-
-def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """Call a model with a batch, and return the loss in its output."""
-    with without_cache(model):
-        output = _called(model, batch)
-    return _scalar(_loss_in(output), "the model")
-
-
-def _called(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (list, tuple)) else model(batch)
-
-
-def _loss_in(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, Mapping):
-        return output.get("loss")
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, (list, tuple)) and output:
-        return output[0]
-    return loss
-
-
-def _scalar(loss: Any, source: str) -> Tensor:
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss
-    what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else "no tensor"
-    raise UsageError(
-        f"{source} returned {what} as the loss",
-        "pass labels in the batch, or loss_fn=lambda model, batch: …",
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -13,8 +13,21 @@ from torch.optim.optimizer import Optimizer
 
 from stepscope.errors import UsageError
 
+Lever = Literal["micro-batches", "host-states"]
+LEVERS: tuple[Lever, ...] = ("micro-batches", "host-states")
+"""Changes of a plan that need permission: parts of a batch whose gradients are added up, which are
+the same for a loss that is a mean of equally many terms, and optimizer states in host memory."""
 DTYPES = (torch.bfloat16, torch.float16)
 """Of autocast."""
+
+
+class Fitted(Protocol):
+    """A plan that `stepscope.fit` has applied."""
+
+    @property
+    def plan(self) -> Any: ...
+
+    def undo(self) -> None: ...
 
 
 def require_valid(

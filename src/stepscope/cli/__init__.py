@@ -32,6 +32,7 @@ COMMANDS = {
     "import": "add the records of a JSON Lines file to the store",
     "compare": "compare two runs or two records; usable as a CI gate",
     "predict": "predict the peak memory of a training step; needs no GPU",
+    "fit": "plan the memory of your script's step within a budget",
     "calc": "calculate communication and memory of parallel training",
     "cs336": "answer the CS336 systems assignment on this machine",
     "rehearse": "predict the time of a recorded step on a cluster",

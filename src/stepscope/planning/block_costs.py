@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from stepscope.planning.cuda_operators import CudaDtypes, CudaOperators, InPlaceSums
+from stepscope.planning.fake_run import run_backward
 from stepscope.planning.host_copies import HostCopies
 from stepscope.planning.operators import OperatorLog, Rates
-from stepscope.planning.predict import run_backward
 from stepscope.planning.selective import AS_IT_IS, BlockPlan, apply_to
 from stepscope.planning.simulated_bytes import SimulatedBytes
 

@@ -11,9 +11,9 @@ from torch.optim.optimizer import Optimizer
 
 from stepscope.planning.block_costs import BlockCost
 from stepscope.planning.compiled_blocks import CompiledBlock
+from stepscope.planning.fake_run import MemoryPrediction, StepOptions, predict_fake
 from stepscope.planning.fake_step import Fakes
 from stepscope.planning.operators import known_rates
-from stepscope.planning.predict import MemoryPrediction, StepOptions, predict_fake
 from stepscope.planning.step_timeline import Blocks
 
 

@@ -10,12 +10,14 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from stepscope.errors import UsageError, one_line
+from stepscope.measure.dispatch import FunctionMode
 from stepscope.planning.known_values import KnownValues
 
 _DEVICE = torch.device("cpu")
@@ -27,6 +29,7 @@ class Fakes:
     def __init__(self, line_of_code: Callable[[], str]) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.values = KnownValues(self._mode, line_of_code)
+        self._converted = WeakIdKeyDictionary()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -36,8 +39,11 @@ class Fakes:
             stack.enter_context(patch.object(torch._subclasses, "FakeTensor", _NotATensor))
             # Fake parameters have weak references, with which they cannot be swapped.
             stack.enter_context(patch.object(torch.utils, "swap_tensors", _assign))
+            stack.enter_context(patch.object(torch.autocast, "__init__", _autocast_on_cpu))
+            stack.enter_context(patch.object(Tensor, "__deepcopy__", self._deep_copy))
             stack.enter_context(self._mode)
             stack.enter_context(self.values)
+            stack.enter_context(_OnCpu())
             yield
 
     def copy(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
@@ -63,16 +69,50 @@ class Fakes:
             ) from error
 
     def batch(self, batch: Any) -> Any:
-        return tree_map(lambda leaf: self.tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+        """A copy with fake tensors, one for each real one."""
+        known: dict[int, Tensor] = {}
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in known:
+                known[id(leaf)] = self.tensor(leaf)
+            return known[id(leaf)]
+
+        return tree_map(fake, batch)
+
+    def replace(self, real: Tensor, fake: Tensor) -> None:
+        """Let `converted` return this tensor."""
+        self._converted[real] = fake
+
+    def converted(self, tensor: Tensor) -> Tensor:
+        """A fake tensor in place of a real one, always the same."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if tensor not in self._converted:
+            self._converted[tensor] = self.tensor(tensor)
+        fake: Tensor = self._converted[tensor]
+        return fake
 
     def tensor(self, real: Tensor) -> Tensor:
         """A fake tensor, whose value is known if it is small and the real one has data."""
         fake = self._like(real).requires_grad_(real.requires_grad)
-        if real.device.type != "meta" and not real.requires_grad:
+        has_data = real.device.type != "meta" and not isinstance(real, FakeTensor)
+        if has_data and not real.requires_grad:
             with _disable_current_modes():
                 # The step may write to it.
                 self.values.know(fake, real.detach().to(_DEVICE, copy=True))
         return fake
+
+    @property
+    def _deep_copy(self) -> Callable[[Tensor, dict[int, Any]], Tensor]:
+        def copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self.tensor(tensor)
+            fake: Tensor = memo[id(tensor)]
+            return fake
+
+        return copied
 
     def _like(self, real: Tensor) -> Tensor:
         with self._mode:
@@ -87,3 +127,31 @@ class _NotATensor:
 def _assign(parameter: Tensor, converted: Tensor) -> None:
     """Convert a parameter in place, as `nn.Module.to` does with real ones."""
     parameter.data = converted
+
+
+class _OnCpu(FunctionMode):
+    """Takes "cuda" as the CPU, on which the fake tensors are."""
+
+    def run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if function is Tensor.cuda:
+            return arguments[0]
+        if function is Tensor.to and len(arguments) > 1 and type(arguments[1]) is int:
+            arguments = (arguments[0], _DEVICE, *arguments[2:])
+        arguments, keywords = (
+            tuple(map(_cpu_for, arguments)),
+            {name: _cpu_for(value) for name, value in keywords.items()},
+        )
+        return function(*arguments, **keywords)
+
+
+def _cpu_for(argument: Any) -> Any:
+    if isinstance(argument, torch.device) and argument.type == "cuda":
+        return _DEVICE
+    return _DEVICE if isinstance(argument, str) and argument.startswith("cuda") else argument
+
+
+_plain_autocast: Any = torch.autocast.__init__
+
+
+def _autocast_on_cpu(self: Any, device_type: str, *arguments: Any, **keywords: Any) -> None:
+    _plain_autocast(self, "cpu" if device_type == "cuda" else device_type, *arguments, **keywords)

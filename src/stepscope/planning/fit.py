@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from stepscope.acceleration.forward_registry import Layer
-from stepscope.acceleration.train_step_arguments import require_valid
+from stepscope.acceleration.train_step_arguments import Lever, require_valid
 from stepscope.analysis.predict.fit import MARGIN
+from stepscope.analysis.predict.sizes import bytes_of
+from stepscope.display import html_of
 from stepscope.errors import UsageError
 from stepscope.measure.ledger import line_of_code
-from stepscope.planning.blocks import repeated_blocks
+from stepscope.planning.application import Applied, application_of, apply_plan, described
+from stepscope.planning.fake_run import LossFunction, MemoryPrediction, StepOptions, predict_fake
 from stepscope.planning.fake_step import Fakes
 from stepscope.planning.frontier import MemoryPlan
-from stepscope.planning.host_copies import HostCopies
-from stepscope.planning.host_states import FakeHostStates, HostStates
+from stepscope.planning.host_states import FakeHostStates
 from stepscope.planning.operators import Rates, known_rates
-from stepscope.planning.picture import frontier_html
-from stepscope.planning.plans import Lever, is_compiled, plans_of, require_allowed
-from stepscope.planning.predict import LossFunction, MemoryPrediction, StepOptions, predict_fake
-from stepscope.planning.selective import apply_to
+from stepscope.planning.plans import is_compiled, plans_of, require_allowed
+from stepscope.records.plans import FittedStep, Frontier, thinned
 from stepscope.report.format import bytes_
 
-_UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_SIZE = re.compile(r"\s*([0-9.]+)\s*([a-z]*)\s*", re.IGNORECASE)
-
-
+_MOST = 40
+"""Plans of a frontier that are shown."""
 _FITTED: WeakKeyDictionary[nn.Module, Fitted] = WeakKeyDictionary()
 """Models that follow a plan."""
-
-
-class Applied(NamedTuple):
-    """What was changed by a plan."""
-
-    layers: list[Layer]
-    states: HostStates | None
-
-    def remove(self) -> None:
-        for layer in self.layers:
-            layer.remove()
-        if self.states is not None:
-            self.states.remove()
 
 
 class Fitted:
@@ -60,11 +44,13 @@ class Fitted:
         budget: int,
         rates: Rates,
         applied: Applied,
+        model: str,
     ) -> None:
         self.plan, self.plans = plan, plans
         self.prediction = prediction
         """A run of the full step with the plan; None with compiled blocks."""
         self.budget, self.rates = budget, rates
+        self._model = model
         self._applied: Applied | None = applied
 
     @property
@@ -84,7 +70,8 @@ class Fitted:
         self._applied = None
 
     def _repr_html_(self) -> str:
-        return frontier_html(self.plans, self.plan, str(self))
+        chosen = Chosen(self.plan, self.plans, self.prediction)
+        return html_of(chosen.described(self.budget, self.rates, self._model))
 
     def __str__(self) -> str:
         fastest, plan = self.plans[0], self.plan
@@ -138,30 +125,75 @@ def fit(
         _FITTED.pop(model).undo()
     fakes = Fakes(line_of_code)
     with fakes.active():
-        fake_model, fake_optimizer = fakes.copy(model, optimizer)
-        batch = fakes.batch(sample)
+        step = FakeStep(*fakes.copy(model, optimizer), fakes.batch(sample), options)
         compiled = is_compiled(model)
-        plans = plans_of(
-            fake_model, fake_optimizer, batch, options, rates, compiled=compiled, allow=allow
-        )
-
-        def predicted(plan: MemoryPlan) -> MemoryPrediction | None:
-            if compiled:
-                return None
-            states = FakeHostStates(fake_optimizer) if plan.host_states else None
-            applied = Applied(apply_plan(fake_model, plan), states)
-            parts = options._replace(micro_batches=plan.micro_batches)
-            try:
-                return predict_fake(fakes, fake_model, fake_optimizer, batch, parts, steps=1)
-            finally:
-                applied.remove()
-
-        plan, prediction = _fastest(plans, limit, predicted)
-    states = HostStates(optimizer) if plan.host_states else None
-    applied = Applied(apply_plan(model, plan), states)
-    fitted = Fitted(plan, plans, prediction, limit, rates, applied)
+        chosen = fastest_within(fakes, step, limit, rates, compiled=compiled, allow=allow)
+    applied = apply_plan(model, optimizer, application_of(chosen.plan))
+    fitted = Fitted(*chosen, limit, rates, applied, type(model).__name__)
     _FITTED[model] = fitted
     return fitted
+
+
+class FakeStep(NamedTuple):
+    """A step of fake tensors."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    batch: Any
+    options: StepOptions
+
+
+class Chosen(NamedTuple):
+    """The fastest of some plans that fits."""
+
+    plan: MemoryPlan
+    plans: list[MemoryPlan]
+    prediction: MemoryPrediction | None
+    """A run of the full step with the plan; None with compiled blocks."""
+
+    def described(self, budget: int, rates: Rates, model: str) -> FittedStep:
+        """Return it as plain data; `model` is the name of the model's class."""
+        plan, plans = described(self.plan), map(described, thinned(self.plans, _MOST))
+        assumed: tuple[str, ...] = ()
+        if self.prediction is not None:
+            plan = msgspec.structs.replace(plan, peak=self.prediction.peak.allocated)
+            assumed = self.prediction.assumed
+        return FittedStep(
+            frontier=Frontier(plans=tuple(plans), device=rates.device),
+            budget=budget,
+            plan=plan,
+            apply=application_of(self.plan),
+            model=model,
+            is_estimate=self.prediction is None,
+            assumed=assumed,
+        )
+
+
+def fastest_within(
+    fakes: Fakes,
+    step: FakeStep,
+    limit: int,
+    rates: Rates,
+    *,
+    compiled: bool,
+    allow: Collection[Lever] = (),
+) -> Chosen:
+    """Return the fastest plan within a budget, in `fakes.active()`; raise an error with the
+    smallest budget if there is none."""
+    plans = plans_of(*step, rates, compiled=compiled, allow=allow)
+
+    def predicted(plan: MemoryPlan) -> MemoryPrediction | None:
+        if compiled:
+            return None
+        applied = apply_plan(step.model, step.optimizer, application_of(plan), FakeHostStates)
+        parts = step.options._replace(micro_batches=plan.micro_batches)
+        try:
+            return predict_fake(fakes, *step[:3], parts, steps=1)
+        finally:
+            applied.remove()
+
+    plan, prediction = _fastest(plans, limit, predicted)
+    return Chosen(plan, plans, prediction)
 
 
 def plans_of_step(
@@ -208,28 +240,3 @@ def _fastest(
         " step",
         "use a larger budget or a smaller batch",
     )
-
-
-def apply_plan(model: nn.Module, plan: MemoryPlan) -> list[Layer]:
-    """Let the blocks of a model follow a plan, until the layers are removed."""
-    copies, owner = HostCopies(), object()
-    blocks = repeated_blocks(model)
-    layers = [
-        apply_to(blocks[name], cost.plan, copies, owner) for name, cost in plan.blocks.items()
-    ]
-    return [layer for layer in layers if layer is not None]
-
-
-def bytes_of(size: str | int) -> int:
-    """Return the bytes of "60GiB", "60 GB" or a number of bytes."""
-    found = _SIZE.fullmatch(str(size))
-    unit = _UNITS.get(found[2].upper()) if found else None
-    try:
-        count = int(float(found[1]) * unit) if found and unit else 0
-    except ValueError:
-        count = 0
-    if count <= 0:
-        raise UsageError(
-            f"{size!r} is not a size of memory", 'give a number of bytes, or a size such as "60GiB"'
-        )
-    return count

@@ -12,10 +12,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from stepscope.planning.block_costs import BlockCost, BlockRun, run_block
+from stepscope.planning.fake_run import StepOptions
 from stepscope.planning.host_copies import LEAST_BYTES
 from stepscope.planning.kernel_buffers import LIBRARY_CALLS
 from stepscope.planning.operators import Operator
-from stepscope.planning.predict import StepOptions
 from stepscope.planning.selective import BlockPlan
 from stepscope.planning.step_timeline import Blocks, Recorded
 

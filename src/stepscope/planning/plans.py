@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from stepscope.acceleration.compiled import compilation_of
 from stepscope.acceleration.micro_batches import batch_size
+from stepscope.acceleration.train_step_arguments import LEVERS, Lever
 from stepscope.errors import UsageError
 from stepscope.planning.block_costs import run_block
 from stepscope.planning.blocks import repeated_blocks
 from stepscope.planning.cuda_operators import use_cuda_defaults
+from stepscope.planning.fake_run import StepOptions
 from stepscope.planning.frontier import MemoryPlan, best_of, frontier, kinds_of
 from stepscope.planning.host_states import FakeHostStates
 from stepscope.planning.operators import Rates
-from stepscope.planning.predict import StepOptions
 from stepscope.planning.ranks import ONE_RANK, Ranks, ShardedModel, bucket_bytes, in_dtype
 from stepscope.planning.step_timeline import Blocks
 
-Lever = Literal["micro-batches", "host-states"]
-LEVERS: tuple[Lever, ...] = ("micro-batches", "host-states")
-"""Changes that need permission: parts of a batch whose gradients are added up, which are the same
-for a loss that is a mean of equally many terms, and optimizer states in host memory."""
 _MICRO_BATCHES = (2, 4, 8)
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from stepscope.errors import UsageError
 from stepscope.planning.block_costs import BlockCost
-from stepscope.planning.predict import StepOptions
+from stepscope.planning.fake_run import StepOptions
 
 Sharding = Literal["none", "full"]
 

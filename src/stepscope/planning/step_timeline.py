@@ -24,8 +24,8 @@ from stepscope.measure.tensors import LiveStorage
 from stepscope.planning.block_costs import BlockCost, BlockRun, Example
 from stepscope.planning.blocks import input_signature, repeated_blocks, structures
 from stepscope.planning.cuda_operators import CudaDtypes, CudaOperators, InPlaceSums
+from stepscope.planning.fake_run import SIMULATED, StepOptions, run_step
 from stepscope.planning.operators import OperatorLog, Rates
-from stepscope.planning.predict import SIMULATED, StepOptions, run_step
 from stepscope.planning.ranks import ShardedModel
 from stepscope.planning.simulated_bytes import WORKSPACE, SimulatedBytes
 

@@ -19,7 +19,7 @@ from typing import BinaryIO, NoReturn
 
 import msgspec
 
-from stepscope.errors import UsageError, one_line
+from stepscope.errors import UsageError, one_line, tells_of_memory
 from stepscope.runner import protocol
 from stepscope.runner.descendants import WORKER, end_tagged
 from stepscope.runner.protocol import (
@@ -36,12 +36,6 @@ from stepscope.studies.registry import find_measurable
 from stepscope.training.ranks.cases import crew
 
 _PROGRESS_EVERY_S = 0.25
-_ALLOCATION_MESSAGES = (
-    "can't allocate memory",
-    "out of memory",
-    "not enough memory",
-    "alloc_failed",
-)
 
 
 class Worker:
@@ -136,7 +130,7 @@ def failure(error: Exception) -> Failed:
 
     reason = one_line(error)
     out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(m in reason.lower() for m in _ALLOCATION_MESSAGES)
+        isinstance(error, RuntimeError) and tells_of_memory(reason)
     )
     if out_of_memory:
         return Failed("oom", reason)

@@ -87,10 +87,6 @@ class UserStep(TrainingStep):
 
     def compile(self) -> None:
         """Compile the model according to its settings."""
-        if self._user.compile != "no" and self._attention is not None:
-            # An eager forward records the attention masks, which the compiler cannot see.
-            self._forward()
-            self.reset()
         self.compile_model(self._user.compile, self._user.compile_mode, self._attention)
         if self._user.compile != "no":
             # The compiled graph has the fused attention.

@@ -73,17 +73,15 @@ def rated(effect: Effect, *, higher_is_better: bool = False) -> Tone:
     return "good" if effect.above is higher_is_better else "warn"
 
 
-def bracketed(effect: Effect, digits: int = 3) -> str:
+def bracketed(effect: Effect) -> str:
     """The estimate with its interval: 1.04× [0.98, 1.33]."""
     if not math.isfinite(effect.low + effect.high):
-        return f"{number(effect.value, digits)}×, from too few samples for an interval"
-    low, high = (number(end, digits) for end in (effect.low, effect.high))
-    return f"{number(effect.value, digits)}× [{low}, {high}]"
+        return f"{number(effect.value, 3)}×, from too few samples for an interval"
+    low, high = (number(end, 3) for end in (effect.low, effect.high))
+    return f"{number(effect.value, 3)}× [{low}, {high}]"
 
 
-def failure_findings(
-    code: str, named: Sequence[tuple[str, Record]], subject: str = "cases"
-) -> Iterator[Finding]:
+def failure_findings(code: str, named: Sequence[tuple[str, Record]]) -> Iterator[Finding]:
     """One finding for each status of failed records, which are given with their names."""
     failed = [(name, record) for name, record in named if record.status != "ok"]
     for status, members in grouped(failed, lambda pair: pair[1].status).items():
@@ -91,7 +89,7 @@ def failure_findings(
         reason = records[0].reason
         yield finding(
             code,
-            f"{len(names)} of {len(named)} {subject} {_FAILED.get(status, 'failed')}:"
+            f"{len(names)} of {len(named)} cases {_FAILED.get(status, 'failed')}:"
             f" {some(names)}. First reason: {reason}",
             records,
             {"status": status, "cases": len(names), "of": len(named), "reason": reason},

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from stepscope.analysis.conclusions import deduced
-from stepscope.analysis.predict.fit import MARGIN, changes_that_fit, fits
+from stepscope.analysis.predict.fit import MARGIN, changes_that_fit, fits, within
 from stepscope.analysis.predict.memory import MemoryState
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import Prediction
 from stepscope.records.memory import OPTIMIZER, PARAMETERS, SAVED, PhasePeak, saved_bytes
-from stepscope.report.blocks import Cell, Finding, Table, Value
+from stepscope.records.plans import (
+    FittedStep,
+    Frontier,
+    MeasuredSteps,
+    Plan,
+    Planned,
+    PlannedStep,
+    thinned,
+)
+from stepscope.report.blocks import Block, Cell, Curve, Figure, Finding, Table, Value
 from stepscope.report.format import bytes_, duration, percent
 from stepscope.report.tables import col, cols, table
 from stepscope.training.settings import unusual_settings
 
 if TYPE_CHECKING:
-    from stepscope.planning.frontier import MemoryPlan
-    from stepscope.planning.predict import MemoryPrediction
+    from stepscope.planning.fake_run import MemoryPrediction
 
 _CONTEXT = "; CUDA's context and libraries, 0.5 to 1.5 GiB, come on top in `nvidia-smi`"
+_GIB = 2**30
 _SETTINGS = ("dtype", "attention", "optimizer", "loss", "checkpoint", "mode")
 SECOND_STEP = f"For the second step, which has optimizer state{_CONTEXT}."
 BLOCKS = "Blocks of the allocator, which are up to 1 MiB larger than the request."
@@ -165,15 +174,8 @@ def _budget_finding(
     )
 
 
-def model_findings(
-    name: str,
-    prediction: MemoryPrediction,
-    budget: int | None,
-    fitting: Sequence[tuple[object, MemoryPlan]],
-) -> list[Finding]:
-    peak = prediction.peak
-    findings = [_peak_finding(name, peak, f"the allocator reserves {bytes_(prediction.reserved)}")]
-    findings += [
+def _assumed_findings(name: str, lines: Sequence[str]) -> list[Finding]:
+    return [
         Finding(
             code="prediction.value-assumed",
             values={"step": name, "line": line},
@@ -182,25 +184,26 @@ def model_findings(
             tone="warn",
             timed=False,
         )
-        for line in prediction.assumed
+        for line in lines
     ]
+
+
+def model_findings(
+    name: str,
+    prediction: MemoryPrediction,
+    budget: int | None,
+    fitting: Sequence[tuple[object, Plan]],
+) -> list[Finding]:
+    peak = prediction.peak
+    findings = [_peak_finding(name, peak, f"the allocator reserves {bytes_(prediction.reserved)}")]
+    findings += _assumed_findings(name, prediction.assumed)
     if budget is not None:
         kept = sum(peak.lines.get(line, 0) for line in (PARAMETERS, OPTIMIZER))
         alone = f"parameters and optimizer state alone have {bytes_(kept)}"
-        others = [(f"{step}: {plan_words(plan)}", plan.peak) for step, plan in fitting]
+        others = [(f"{step}: {plan.words}", plan.peak) for step, plan in fitting]
         does = peak.allocated * MARGIN <= budget
         findings.append(_budget_finding(name, peak.allocated, budget, others, alone, does=does))
     return findings
-
-
-class Frontier(NamedTuple):
-    """The plans of a step on one rank of several, the fastest first."""
-
-    plans: list[MemoryPlan]
-    device: str
-    """The device at whose rates times are predicted."""
-    ranks: int
-    sharding: str
 
 
 def frontier_findings(name: str, found: Frontier, budget: int | None) -> list[Finding]:
@@ -228,7 +231,7 @@ def frontier_findings(name: str, found: Frontier, budget: int | None) -> list[Fi
             values={"budget": budget, "peak": fitting.peak if fitting else last.peak},
             text=f"The fastest plan that fits into {bytes_(budget)} has {bytes_(fitting.peak)} and"
             f" takes {percent(fitting.seconds / first.seconds - 1)} more time:"
-            f" {plan_words(fitting)}."
+            f" {fitting.words}."
             if fitting
             else f"No plan fits into {bytes_(budget)}, with a margin of {percent(MARGIN - 1)}.",
             tone="good" if fitting else "warn",
@@ -238,33 +241,180 @@ def frontier_findings(name: str, found: Frontier, budget: int | None) -> list[Fi
     return findings
 
 
-def within(found: Frontier, budget: int | None) -> MemoryPlan | None:
-    """Return the fastest plan that fits."""
-    if budget is None:
-        return None
-    return next((plan for plan in found.plans if plan.peak * MARGIN <= budget), None)
+def fitted_findings(planned: FittedStep) -> list[Finding]:
+    """The plan of a script's step within its budget."""
+    plan, plain = planned.plan, planned.frontier.plans[0]
+    batch = f" at batch {planned.batch}" if planned.batch else ""
+    word = "estimated" if planned.is_estimate else "predicted"
+    more = percent(plan.seconds / plain.seconds - 1)
+    text = (
+        f"The step of {planned.model}{batch} fits into {bytes_(planned.budget)} as it is:"
+        f" {bytes_(plan.peak)} {word}."
+        if plan.is_plain
+        else f"The step of {planned.model}{batch} fits into {bytes_(planned.budget)} with a plan:"
+        f" {bytes_(plan.peak)} {word} instead of {bytes_(plain.peak)}, in {more} more time at the"
+        f" rates of {planned.frontier.device}."
+    )
+    found = Finding(
+        code="prediction.plan-fits",
+        values={"budget": planned.budget, "peak": plan.peak, "plain": plain.peak},
+        text=text,
+        tone="good",
+        timed=False,
+    )
+    return [found, *_assumed_findings(planned.model, planned.assumed)]
 
 
-def plan_words(plan: MemoryPlan) -> str:
-    return "; ".join(f"{count} × {cost.plan}" for count, cost in plan.groups)
+def fitted_table(planned: FittedStep) -> Table:
+    """What each group of blocks does, its bytes, and its cost."""
+    columns = [
+        col("blocks", lambda group: group.number, "count"),
+        col("plan", lambda group: group.words),
+        col("saved", lambda group: group.number * max(0, group.saved), "bytes"),
+        col("in host memory", lambda group: group.number * group.to_host, "bytes"),
+        col("recomputation", lambda group: 1e3 * group.number * group.again_s, unit="ms"),
+    ]
+    states = planned.plan.host_states
+    host = f" Optimizer states in host memory: {bytes_(states)}." if states else ""
+    return table(
+        "fitted-plan",
+        "Plan",
+        planned.plan.groups,
+        columns,
+        caption=f"A step takes {duration(1e3 * planned.plan.seconds)} at the rates of"
+        f" {planned.frontier.device}, {duration(1e3 * planned.plan.exposed_s)} of it copies that it"
+        f" does not hide.{host} `TrainStep(memory=…)` and `stepscope.fit` apply a plan in your own"
+        " code.",
+    )
+
+
+def measured_finding(
+    planned: FittedStep, measured: MeasuredSteps, base: MeasuredSteps | None
+) -> Finding:
+    """Steps with the plan against the prediction, and against those without it."""
+    plan, peak = planned.plan, measured.peak
+    parts = [f"With the plan a step takes {duration(measured.step_ms)}"]
+    if base is not None:
+        more = percent(measured.step_ms / base.step_ms - 1)
+        parts.append(f"{duration(base.step_ms)} without it ({more} more)")
+    elif not plan.is_plain:
+        parts.append("without it the script runs out of memory")
+    if peak is None:
+        parts.append("its peak is measured on a GPU only")
+    else:
+        error = percent(peak / plan.peak - 1)
+        within = "within" if peak <= planned.budget else "above"
+        parts.append(f"its peak is {bytes_(peak)}, {error} off the prediction and {within} budget")
+    return Finding(
+        code="prediction.plan-measured",
+        values={"step_ms": measured.step_ms, "peak": peak, "budget": planned.budget},
+        text=f"{'; '.join(parts)}.",
+        tone="good" if peak is not None and peak <= planned.budget else "info",
+        timed=False,
+    )
+
+
+def planned_findings(planned: Planned) -> list[Finding]:
+    """Whether twice the batch and twice the context fit, and with which plans."""
+    own = next((one for one in planned if one.what == "step"), None)
+    return [_larger_finding(own, one) for one in planned if own is not None and one.what != "step"]
+
+
+def _larger_finding(own: PlannedStep, larger: PlannedStep) -> Finding:
+    plain, plan = larger.frontier.plans[0], larger.plan
+    before = own.frontier.plans[0] if own.plan is None else own.plan
+    name = (
+        f"{'Batch' if larger.what == 'batch' else 'Context'} {larger.size}, twice the current one,"
+    )
+    values: dict[str, Value] = {"size": larger.size, "peak": plain.peak}
+    code = f"prediction.larger-{larger.what}"
+    if plan is None:
+        smallest = larger.frontier.plans[-1].peak
+        text = f"{name} does not fit: the smallest plan needs {bytes_(smallest)}."
+        return Finding(code=code, values=values, text=text, timed=False)
+    how = f"as it is, with {bytes_(plan.peak)}"
+    if not plan.is_plain:
+        how = (
+            f"with a plan ({plan.words}): {bytes_(plan.peak)} instead of {bytes_(plain.peak)}, in"
+            f" {percent(plan.seconds / plain.seconds - 1)} more time than without it"
+        )
+    faster = 2 * before.seconds / plan.seconds - 1
+    word = "more" if faster >= 0 else "fewer"
+    return Finding(
+        code=code,
+        values=values | {"fitted": plan.peak, "faster": faster},
+        text=f"{name} is predicted to fit {how}; {percent(abs(faster))} {word}"
+        f" {'samples' if larger.what == 'batch' else 'tokens'} per second at the rates of"
+        f" {larger.frontier.device}.",
+        timed=False,
+    )
+
+
+def planned_blocks(planned: Planned) -> tuple[Block, ...]:
+    """The plans of a recorded step as a figure and a table."""
+    own = next((one for one in planned if one.what == "step"), None)
+    if own is None or len(own.frontier.plans) < 2:
+        return ()
+    chosen = None if own.plan is None or own.plan.is_plain else own.plan
+    return (frontier_figure(own.frontier.plans, chosen), frontier_table(own.frontier))
+
+
+def frontier_facts(found: Frontier) -> dict[str, Any]:
+    """The plans as plain data, for `--json`."""
+    plans = [
+        {
+            "peak_bytes": plan.peak,
+            "seconds": plan.seconds,
+            "host_bytes": plan.to_host,
+            "blocks": plan.words,
+        }
+        for plan in found.plans
+    ]
+    return {
+        "plans": plans,
+        "device": found.device,
+        "ranks": found.ranks,
+        "sharding": found.sharding,
+    }
+
+
+def frontier_figure(plans: Sequence[Plan], chosen: Plan | None) -> Figure:
+    """The plans, the step as it is, and the plan within a budget."""
+    curves = [_curve("plans", plans), _curve("as it is", plans[:1])]
+    if chosen is not None:
+        curves.append(_curve("within the budget", [chosen]))
+    return Figure(
+        name="predicted-frontier",
+        title="Time against memory",
+        curves=tuple(curves),
+        x_label="predicted peak, GiB",
+        y_label="predicted step, ms",
+    )
+
+
+def _curve(label: str, plans: Sequence[Plan]) -> Curve:
+    return Curve(
+        label=label,
+        x=tuple(plan.peak / _GIB for plan in plans),
+        y=tuple(1e3 * plan.seconds for plan in plans),
+    )
 
 
 def frontier_table(found: Frontier, most: int = 12) -> Table:
     """Plans from the fastest to the smallest, at most so many."""
-    plans, first = found.plans, found.plans[0]
-    rows = [plans[round(i * (len(plans) - 1) / (most - 1))] for i in range(most)]
+    first = found.plans[0]
     columns = [
         col("peak", lambda plan: plan.peak, "bytes"),
         col("step", lambda plan: 1e3 * plan.seconds, unit="ms"),
         col("more time", lambda plan: plan.seconds / first.seconds - 1, "percent"),
         col("recomputation", lambda plan: 1e3 * plan.again_s, unit="ms"),
         col("in host memory", lambda plan: plan.to_host, "bytes"),
-        col("blocks", plan_words),
+        col("blocks", lambda plan: plan.words),
     ]
     return table(
         "predicted-plans",
         "Time against memory",
-        list(dict.fromkeys(rows)) if len(plans) > most else plans,
+        thinned(found.plans, most),
         columns,
         caption=f"Times from FLOPs, bytes and the rates of {found.device}. `stepscope.fit` applies"
         " the fastest plan within a budget.",

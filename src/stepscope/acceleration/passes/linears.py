@@ -7,7 +7,7 @@ An optimizer writes the copies, which are inputs of the graph (`copied`): nothin
 graph, and no cast is saved for backward. Weights that have the matmul dtype stay as they are.
 
 Layers of the same input stay apart. As one GEMM (queries, keys and values; gate and up), a Llama
-of a billion parameters was slower and needed more memory on an H200: the gradients of the parts have
+of a billion parameters was slower and needed more memory on an H200: gradients of the parts have
 to be concatenated.
 """
 

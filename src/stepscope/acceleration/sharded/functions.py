@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from stepscope.acceleration.backend import Graphs
-from stepscope.acceleration.caches import without_cache
 from stepscope.acceleration.choice import AS_IT_IS, clock_of, digest_of
 from stepscope.acceleration.compiled import Compilation, CompiledFunction
 from stepscope.acceleration.forward_registry import (
@@ -34,6 +33,7 @@ from stepscope.acceleration.forward_registry import (
     has_own_forward,
     layer_owners,
 )
+from stepscope.acceleration.losses import without_cache
 from stepscope.acceleration.replacement import Left
 from stepscope.acceleration.sharded.choice import SharedChoice
 from stepscope.acceleration.sharded.deferred import computed

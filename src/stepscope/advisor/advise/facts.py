@@ -103,6 +103,7 @@ def facts_of(record: Record, lacks: Sequence[str] = ()) -> Facts:
         parameters=int(record.quantity("parameters") or 0),
         flops=record.quantity("flops") or 0.0,
         peak_bytes=int(record.quantity("peak_bytes") or 0),
+        plans=watched.plans,
         **(account_facts(account) if account else {}),
         memory_bytes=record.environment.device_memory_bytes,
         compiled=compiled,

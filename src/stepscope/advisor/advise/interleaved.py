@@ -20,7 +20,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from stepscope.advisor.inspect.order import Order
-from stepscope.errors import StepscopeError, in_one_line
+from stepscope.errors import StepscopeError, in_one_line, tells_of_memory
 from stepscope.processes import script_command, signal_name
 from stepscope.records.decoding import from_json
 from stepscope.runner.descendants import end_tagged, new_tag, tagged
@@ -86,8 +86,6 @@ class ScriptFinishedError(ScriptEndedError):
 class ScriptOutOfMemoryError(ScriptEndedError):
     """The script ran out of device memory."""
 
-
-_OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "STATUS_ALLOC_FAILED")
 
 Message = TypeVar("Message", Ready, TurnResult)
 
@@ -209,7 +207,7 @@ class TrialProcess:
         if not code:
             return ScriptFinishedError("the script ended")
         for line in reversed(output[-_LAST_LINES:]):
-            if any(words in line for words in _OUT_OF_MEMORY):
+            if tells_of_memory(line):
                 return ScriptOutOfMemoryError(f"the script ran out of memory: {line}")
         return ScriptEndedError(f"the script ended with exit code {code}{last}")
 

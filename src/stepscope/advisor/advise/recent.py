@@ -32,7 +32,7 @@ def recent_recording(store: Store, order: Order) -> Record | None:
         return None
     program = ProgramRecord(record)
     complete = not program.missing and not record.failed_checks and program.case.ranks == 1
-    if not complete or program.case.warmup != order.warmup or facts_of(record).doubt:
+    if not complete or record.config.get("warmup") != order.warmup or facts_of(record).doubt:
         return None
     return replace(record, id=secrets.token_hex(6))
 

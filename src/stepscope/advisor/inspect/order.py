@@ -20,6 +20,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     timed: int
     traced: int
     memory: bool
+    plans: Literal["auto", "yes", "no"] = "no"
+    """Plan the memory of a step after the recorded ones; auto: if it is on a GPU."""
     stop: bool = False
     """End the script once its steps are recorded."""
     live: bool = False
@@ -30,9 +32,13 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Optimizers of a step; 0 if not known."""
     settings: dict[str, str] = {}
     """Settings to change at run time."""
-    observe: Literal["steps", "always", "sites", "evidence"] = "steps"
+    observe: Literal["steps", "always", "sites", "evidence", "memory"] = "steps"
     """What to record: some steps, all steps for as long as the script runs, the places in the
-    source, or evidence for `judge`."""
+    source, evidence for `judge`, or a plan of the first step's memory."""
+    budget: int = 0
+    """Bytes that a plan may need; 0 for the memory of the device."""
+    allow: tuple[Literal["host-states"], ...] = ()
+    """What a plan may change besides the blocks of the model."""
     every: int = 10
     """Steps of a line, if all steps are observed."""
     prometheus: str = ""

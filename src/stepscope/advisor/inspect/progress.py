@@ -28,6 +28,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     needed: int = 0
     """Steps of a complete recording, including the warm-up."""
     recorded: bool = False
+    out_of_memory: str = ""
+    """The error with which the script ran out of memory."""
     failure: str = ""
     """Error that ended the recording but not the script."""
 
@@ -93,6 +95,9 @@ def why_nothing(progress: Progress, name: str, status: int, child_stepped: bool,
     """Explain in one line why a script left no recording. `status` is its wait status, `fix` says
     what to do if it ran too few steps."""
     ending = describe_end(status)
+    if progress.out_of_memory:
+        steps = counted(progress.optimizer_steps, "optimizer step")
+        return f"{name} ran out of memory after {steps}: {progress.out_of_memory}"
     if progress.failure:
         return f"{name} {ending}; it was not recorded: {progress.failure}"
     if not progress.torch:

@@ -10,6 +10,7 @@ from typing import IO
 
 import msgspec
 
+from stepscope.advisor.advise.interleaved import ScriptOutOfMemoryError
 from stepscope.advisor.inspect.child import describe_end
 from stepscope.advisor.inspect.gather import gather, parts
 from stepscope.advisor.inspect.order import Order
@@ -76,5 +77,8 @@ def record_script(order: Order) -> Record:
             why = f"no advice for {order.name}: {missing}"
         else:
             stepped = (folder / CHILD_STEPPED).exists()
-            why = why_nothing(read_progress(folder), order.name, status, stepped, _FIX)
+            progress = read_progress(folder)
+            why = why_nothing(progress, order.name, status, stepped, _FIX)
+            if progress.out_of_memory:
+                raise ScriptOutOfMemoryError(why)
         raise StepscopeError(" | ".join((why, *(_last_lines(log) if status else ()))))

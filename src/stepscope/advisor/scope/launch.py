@@ -67,13 +67,21 @@ def _watcher(order: Order, folder: Path) -> Observer:
             folder, every=order.every, trace=order.traced > 0, prometheus=order.prometheus
         )
     if order.observe != "steps":
-        return OnceImported(order.observe, folder, order.timed)
+        return OnceImported(order, folder)
     if order.channel is not None:
         return InterleavedRun(order.channel, order.settings, order.warmup, order.optimizers)
     effort = Effort(
         warmup=order.warmup, timed=order.timed, traced=order.traced, memory=order.memory
     )
-    return Watcher(folder, effort, order.name, list(order.words), stop=order.stop, live=order.live)
+    return Watcher(
+        folder,
+        effort,
+        order.name,
+        list(order.words),
+        stop=order.stop,
+        live=order.live,
+        plans=order.plans,
+    )
 
 
 def _run_script(order: Order) -> None:

@@ -8,12 +8,14 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepscope.advisor.inspect.order import Order
 from stepscope.advisor.scope.torch_import import when_imported
 from stepscope.errors import one_line
 
 if TYPE_CHECKING:
     from stepscope.advisor.judge.observer import EvidenceObserver
     from stepscope.advisor.patch.observer import SiteObserver
+    from stepscope.advisor.trial.planner import MemoryPlanner
 
 SEED = 0
 FAILED = "failed"
@@ -22,11 +24,11 @@ _SET_DEATH_SIGNAL = 1
 
 
 class OnceImported:
-    """Observer of a script's sites or evidence; the script's random numbers are seeded."""
+    """Observer of a script's sites, evidence or memory; the script's random numbers are seeded."""
 
-    def __init__(self, kind: str, folder: Path, steps: int) -> None:
-        self._kind, self._folder, self._steps = kind, folder, steps
-        self._observer: SiteObserver | EvidenceObserver | None = None
+    def __init__(self, order: Order, folder: Path) -> None:
+        self._order, self._folder = order, folder
+        self._observer: SiteObserver | EvidenceObserver | MemoryPlanner | None = None
 
     def start(self) -> None:
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
@@ -38,14 +40,19 @@ class OnceImported:
         import torch
 
         torch.manual_seed(SEED)
-        if self._kind == "sites":
+        order = self._order
+        if order.observe == "sites":
             from stepscope.advisor.patch.observer import SiteObserver
 
             self._observer = SiteObserver(self._folder)
+        elif order.observe == "memory":
+            from stepscope.advisor.trial.planner import MemoryPlanner
+
+            self._observer = MemoryPlanner(self._folder, order.budget, order.allow)
         else:
             from stepscope.advisor.judge.observer import EvidenceObserver
 
-            self._observer = EvidenceObserver(self._folder, self._steps)
+            self._observer = EvidenceObserver(self._folder, order.timed)
         self._observer.attach()
 
     def finish(self) -> None:

@@ -29,6 +29,7 @@ from stepscope.advisor.scope.tracing import StepTrace
 from stepscope.errors import one_line
 from stepscope.measure.device import CpuDevice, CudaDevice, Device, Timestamp
 from stepscope.measure.modules import OutermostCalls, hooked_roots
+from stepscope.records.plans import Planned
 from stepscope.records.schema import Reading
 
 ISSUED_STEPS = 5
@@ -78,6 +79,8 @@ class Recorder:
         self.notes: dict[str, str] = {}
         """Parts that are missing from the recording, with the reasons."""
         self.energy = StepEnergy(self.notes)
+        self.plans: Planned = ()
+        """Plans of the memory of the step, if any."""
         self.done = False
         self.trace = StepTrace(folder / f"{name}.trace.json.gz", self._give_way)
         self.count = StepCount(folder / f"{name}.memory.pickle", self.notes)

@@ -26,6 +26,7 @@ from stepscope.measure.ceilings import known_ceilings
 from stepscope.measure.environment import describe
 from stepscope.measure.modules import any_compiled, model_names
 from stepscope.records.memory import SavedTensor
+from stepscope.records.plans import ATTACHMENT as PLANS
 from stepscope.records.schema import Record, Series, quantities
 from stepscope.torch_tools.triton_available import tf32_is_enabled
 from stepscope.views.program.cases import STUDY_NAME, InspectedCase
@@ -73,6 +74,8 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
         if "memory_missing" not in notes:
             attachments["ledger"] = ledger.peaks
             attachments["saved"] = _largest(ledger.saved)
+    if recorder.plans:
+        attachments[PLANS] = recorder.plans
     if recorder.trace.steps:
         notes["trace"] = recorder.trace.path.name
         _put(values, "forwards", forwards=recorder.trace.forwards / recorder.trace.steps)

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from stepscope.advisor.inspect.progress import CHILD_STEPPED, Progress, write_progress
 from stepscope.advisor.scope.following import StepFollower
 from stepscope.advisor.scope.stages import Effort
 from stepscope.advisor.scope.torch_import import when_imported
-from stepscope.errors import one_line
+from stepscope.errors import one_line, tells_of_memory
 
 if TYPE_CHECKING:
     from stepscope.advisor.scope.live import LiveTimes
@@ -34,13 +34,14 @@ class Watcher(StepFollower):
         *,
         stop: bool,
         live: bool = False,
+        plans: Literal["auto", "yes", "no"] = "no",
     ) -> None:
         super().__init__()
         self._folder = folder
         self._effort = effort
         self._name, self._words = name, words
         self._stop = stop
-        self._wants_live = live
+        self._wants_live, self._plans = live, plans
         self._live: LiveTimes | None = None
         """Times all steps for a live view, also after the recording."""
         self._recorder: Recorder | None = None
@@ -51,7 +52,7 @@ class Watcher(StepFollower):
         """Ids of the parameters whose models were searched for."""
         self._written = False
         self._torch = False
-        self._failure = ""
+        self._failure = self._out_of_memory = ""
         self._started = time.monotonic()
 
     def start(self) -> None:
@@ -75,6 +76,9 @@ class Watcher(StepFollower):
                 self._report_progress()
 
     def _finish(self) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and tells_of_memory(line := one_line(error)):
+            self._out_of_memory = line
         self.unfollow()
         if self._live is not None:
             with suppress(Exception):
@@ -150,7 +154,7 @@ class Watcher(StepFollower):
         if not self._searched:
             self._search(recorder)
         recorder.edge()
-        if recorder.done:
+        if recorder.done and not self._plan(recorder):
             self._conclude()
 
     def _time_live(self) -> None:
@@ -201,6 +205,29 @@ class Watcher(StepFollower):
         optimizers = tuple(self._finder.optimizers.values())
         recorder.use(models, optimizers, self._finder.parameters)
 
+    def _plan(self, recorder: Recorder) -> bool:
+        """Watch one more step to plan its memory; return False if that is not wanted or not
+        possible."""
+        if self._plans == "no" or (self._plans == "auto" and recorder.device.kind != "cuda"):
+            return False
+        if self._failure or not recorder.times or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return False
+        if len(recorder.models) != 1 or len(recorder.optimizers) != 1:
+            recorder.notes["plans_missing"] = "the program trains several models"
+            return False
+        from stepscope.advisor.scope.loop_plans import LoopPlans
+        from stepscope.advisor.scope.trained_calls import Trained
+
+        def planned() -> None:
+            recorder.plans = plans.planned
+            if plans.failure:
+                recorder.notes["plans_missing"] = plans.failure
+            self._guarded(self._conclude)
+
+        plans = LoopPlans(Trained(recorder.models[0], recorder.optimizers[0]), planned)
+        plans.attach()
+        return True
+
     def _conclude(self) -> None:
         self._write()
         if self._live is None:
@@ -238,6 +265,7 @@ class Watcher(StepFollower):
                 steps=0 if recorder is None else recorder.steps,
                 needed=(self._effort if recorder is None else recorder.effort).steps,
                 recorded=self._written,
+                out_of_memory=self._out_of_memory,
                 failure=self._failure or broken_off,
             ),
         )

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from stepscope.acceleration.changes import checkpoint_blocks, compile_own, one_kernel_attention
+from stepscope.acceleration.losses import without_cache
+from stepscope.advisor.scope.trained_calls import Trained, before_first_call
 from stepscope.advisor.trial.accelerated import Acceleration
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.calls import Calls
@@ -30,7 +32,11 @@ from stepscope.advisor.trial.siblings import Siblings
 from stepscope.analysis.advice.changes import setting_of
 from stepscope.analysis.advice.pieces import ACCELERATE
 from stepscope.analysis.advice.program import Setting
+from stepscope.analysis.advice.rules.memory import MEMORY
 from stepscope.analysis.advice.rules.train_step import STEP
+from stepscope.planning.application import apply_plan
+from stepscope.records.decoding import from_json
+from stepscope.records.plans import Application
 
 COMPILED_AFTER = 2
 """Steps before compilation; one more if the program calls submodules instead of its model."""
@@ -59,6 +65,8 @@ class Changes:
         self._backwards = backwards
         self._known: set[torch.nn.Module] = set()
         self._calls: list[Calls] = []
+        self._plan = Application(settings=(), blocks={})
+        self._throughout = ExitStack()
         self._autocast = ExitStack()
         self._autocast_on = False
         self._compiled = False
@@ -91,6 +99,10 @@ class Changes:
     def checkpoint_blocks(self) -> None:
         self._checkpoints = True
 
+    def follow_memory_plan(self, plan: str) -> None:
+        self._plan = from_json(plan, Application)
+        before_first_call(self._first_called)
+
     def accelerate(self, groups: Sequence[str], dtype: str | None = None) -> None:
         if self._acceleration is None:
             self._acceleration = Acceleration()
@@ -102,6 +114,12 @@ class Changes:
     def run_as_train_step(self) -> None:
         self._loop = LoopStep(self._paused)
         self._loop.attach()
+
+    def _first_called(self, trained: Trained) -> None:
+        # Blocks that run again would add to a key-value cache twice.
+        self._throughout.enter_context(without_cache(trained.model))
+        apply_plan(trained.model, trained.optimizer, self._plan)
+        self.applied[MEMORY] += len(self._plan.blocks) + self._plan.host_states
 
     # Switching.
 

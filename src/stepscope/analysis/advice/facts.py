@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
+from stepscope.records.plans import Planned, PlannedStep
+
 QUEUE = "queue"
 """Gap between two kernels that were both launched in time: counted as device work."""
 BETWEEN = "between"
@@ -194,6 +196,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Time from the logits to the loss, forward and backward."""
     logit_bytes: int = 0
     """Bytes that the loss saves for backward."""
+    plans: Planned = ()
+    """Plans of the memory of the step, and of larger ones."""
     recomputed_bytes: int = 0
     """Bytes that would be saved for backward without activation checkpointing; 0 if none is used.
     """
@@ -234,6 +238,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         """True if steps take as long as the workers of the DataLoader take for a batch. Taking a
         batch that is ready also takes a little time."""
         return self.loader_workers > 0 and self.data_ms >= _LOADER_BOUND * self.step_ms
+
+    def planned(self, what: str) -> PlannedStep | None:
+        """Return the plans of the `step`, or of twice its `batch` or its `context`."""
+        return next((one for one in self.plans if one.what == what), None)
 
     def is_tight(self, share: float) -> bool:
         """Return True if the peak uses more than this share of the device's memory."""

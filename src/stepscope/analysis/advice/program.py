@@ -45,6 +45,10 @@ class Program(Protocol):
         """Recompute the activations of each block in the backward."""
         ...
 
+    def follow_memory_plan(self, plan: str) -> None:
+        """Let the blocks of the model follow a plan, an `Application` as JSON."""
+        ...
+
     def accelerate(self, groups: Sequence[str], dtype: str | None = None) -> None:
         """Apply these pieces of `stepscope.accelerate` to every model."""
         ...

@@ -12,6 +12,7 @@ from stepscope.analysis.predict.step import predict, runs_within
 from stepscope.errors import UsageError
 from stepscope.kernels.activation_policy import KEEPS
 from stepscope.model.checkpointing import NONE
+from stepscope.records.plans import Frontier, Plan
 
 MARGIN = 1.02
 """Margin for the error of a predicted peak."""
@@ -24,6 +25,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     words: str
     plan: StepPlan
     peak: int
+
+
+def within(found: Frontier, budget: int) -> Plan | None:
+    """Return the fastest plan that fits."""
+    return next((plan for plan in found.plans if plan.peak * MARGIN <= budget), None)
 
 
 def fits(plan: StepPlan, peak: int, budget: int) -> bool:

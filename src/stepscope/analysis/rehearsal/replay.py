@@ -2,10 +2,9 @@
 
 The rules are those of `parallel/reducer.py`. Gradients become ready in the recorded order. The work
 for each gradient (scaling it into its bucket) and for each message (issuing it) delays everything
-after it. If that work and messages in flight need the same cores, it takes longer and they are
-late. Messages are sent in the order of the plan and share one channel. At the end of the backward
-pass the ranks exchange a small message, concurrently with reductions in flight; messages not sent
-yet follow it; the optimizer starts when the last reduction is done.
+after it. Messages are sent in the order of the plan and share one channel. At the end of the
+backward pass the ranks exchange a small message, concurrently with reductions in flight; messages
+not sent yet follow it; the optimizer starts when the last reduction is done.
 """
 
 from __future__ import annotations
@@ -41,10 +40,6 @@ class Upkeep(NamedTuple):
     """Cost of sending a message."""
     agree: float = 0.0
     """Exchange at the end of a backward pass."""
-    slowed: float = 1.0
-    """Slowdown of packing and sending while a message is in flight."""
-    drag: float = 0.0
-    """Delay of messages in flight per ms of such work (measured without messages)."""
 
 
 class Message(NamedTuple):
@@ -98,19 +93,10 @@ class MessageQueue:
         self.sent.append(Message(size, at, start, start + channel.alone(size)))
         return self.sent[-1].end
 
-    def concurrent_work(self, at: float, work: float, upkeep: Upkeep) -> float:
-        """Return how long this work takes from `at` on; it delays messages in flight."""
-        if all(message.end <= at for message in self.sent):
-            return work
-        late = upkeep.drag * work
-        self._free += late if self._free > at else 0.0
-        self.sent = [
-            m._replace(start=m.start + (late if m.start > at else 0.0), end=m.end + late)
-            if m.end > at
-            else m
-            for m in self.sent
-        ]
-        return upkeep.slowed * work
+    def work(self, at: float, ms: float) -> float:  # noqa: ARG002
+        """Return how long a rank works on gradients from `at` on: as long as without messages,
+        unless a subclass knows how they slow each other down."""
+        return ms
 
 
 def replay(
@@ -119,11 +105,12 @@ def replay(
     channel: Channel,
     bucket_mb: float = 25.0,
     upkeep: Upkeep = Upkeep(),  # noqa: B008
+    queue: MessageQueue | None = None,
 ) -> Replay:
     """Replay the step with the reductions of one strategy."""
+    queue = queue or MessageQueue()
     buckets = plan(recording, strategy, bucket_mb)
     sizes = [sum(recording.gradients[index].bytes for index in b.items) for b in buckets]
-    queue = MessageQueue()
     eager = strategy in ("overlap", "bucketed")
     delay = _backward(recording, buckets, sizes, queue, channel, upkeep) if eager else 0.0
     forward_end = recording.forward_ms
@@ -165,10 +152,10 @@ def _backward(
         gradient = recording.gradients[index]
         ready = recording.forward_ms + gradient.ready
         packing = upkeep.pack + gradient.bytes * upkeep.pack_byte
-        delay += queue.concurrent_work(ready + delay, packing, upkeep)
+        delay += queue.work(ready + delay, packing)
         left[bucket_of[index]] -= 1
         while following < len(buckets) and left[following] == 0:
-            delay += queue.concurrent_work(ready + delay, upkeep.issue, upkeep)
+            delay += queue.work(ready + delay, upkeep.issue)
             queue.send(sizes[following], ready + delay, channel)
             following += 1
     return delay

@@ -15,6 +15,7 @@ import tyro
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
 from stepscope.advisor.advise.cases import Script
 from stepscope.advisor.advise.given import with_advice
+from stepscope.advisor.advise.interleaved import ScriptOutOfMemoryError
 from stepscope.advisor.advise.step import RecordedStep
 from stepscope.advisor.advise.verification import Verification, template
 from stepscope.advisor.inspect.order import Order
@@ -23,6 +24,7 @@ from stepscope.analysis.plausibility import plausible
 from stepscope.cli.advice_page import conclude
 from stepscope.cli.answer import AnswerOptions
 from stepscope.cli.common import load_records, parse
+from stepscope.cli.memory_plan import show_plan
 from stepscope.cli.messages import log
 from stepscope.cli.patching import apply_verified
 from stepscope.cli.progress import Calibrating, make_observer
@@ -84,6 +86,9 @@ class AdviseOptions(AnswerOptions, frozen=True, kw_only=True):
     new_recording: bool = False
     """Record the steps of the script even if they were recorded in the last half hour, by `inspect`
     or `advise`, and no file has changed since."""
+    plans: Literal["auto", "yes", "no"] = "auto"
+    """Predict time against memory of the script's step, and plan a larger batch; auto: on a
+    GPU."""
     loss_steps: int = 20
     """Least number of steps over which the losses with and without a change are compared."""
     warmup: int = 5
@@ -247,11 +252,14 @@ def _advise_script(
         run, new = _find_run(options, store, [request], words)
         recorded = [] if new else [one for one in store.records(run.id) if one.study == STUDY_NAME]
         step: RecordedStep | None = None
-        order = order_of(script, timed=10, traced=3, memory=True, stop=True)
+        order = order_of(script, timed=10, traced=3, memory=True, stop=True, plans=options.plans)
         reused = None if recorded else _recent(store, order, options)
         if reused is None and not recorded:
             log(f"recording a few steps of {target}")
-        base = recorded[0] if recorded else reused or record_script(order)
+        try:
+            base = recorded[0] if recorded else reused or record_script(order)
+        except ScriptOutOfMemoryError as error:
+            return _fit(options, script, error)
         if (setting := ProgramRecord(base).setting) is not None:
             script = msgspec.structs.replace(script, optimizers=len(setting.optimizers))
         with (
@@ -276,6 +284,15 @@ def _advise_script(
     page = _page(options, f"{target}-module" if options.module else Path(target).stem)
     code = conclude(page, options, step, records, run.id, applies=options.apply)
     return code or _apply(options, records)
+
+
+def _fit(options: AdviseOptions, script: Script, error: ScriptOutOfMemoryError) -> int:
+    """Plan a step that ran out of memory, within the memory of its device."""
+    from stepscope.advisor.advise.fitting import plan_script
+
+    log(f"{error}; planning what its blocks save")
+    show_plan(script, plan_script(script, 0), verify=options.verify, as_json=options.json)
+    return 0
 
 
 def _recent(store: Store, order: Order, options: AdviseOptions) -> Record | None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import tyro
@@ -54,6 +54,9 @@ class InspectOptions(AnswerOptions, frozen=True, kw_only=True):
     """Steps that are recorded with torch.profiler, after the timed ones."""
     memory: bool = True
     """Record the memory of one step, tensor by tensor. This resets CUDA's peak statistics."""
+    plans: Literal["auto", "yes", "no"] = "auto"
+    """Predict time against memory of the step after the recorded ones, also with twice the batch
+    and twice the context: what its blocks may recompute or copy to host memory. auto: on a GPU."""
     stop_early: bool = False
     """End the script, with exit code 0, as soon as its steps are recorded."""
     watch: bool = False
@@ -140,6 +143,7 @@ def _order(options: InspectOptions, target: str, words: list[str]) -> Order:
         timed=options.steps,
         traced=options.profiled_steps,
         memory=options.memory,
+        plans=options.plans,
         stop=options.stop_early,
         live=options.watch,
     )
@@ -199,7 +203,10 @@ def _run(order: Order, shared: SharedDirectory, page: Path | None, options: Insp
             outcome = _write(folder, page, options, order.command, describe_end(status))
         else:
             stepped = (folder / CHILD_STEPPED).exists()
-            why = why_nothing(read_progress(folder), order.name, status, stepped, _FIX)
+            progress = read_progress(folder)
+            why = why_nothing(progress, order.name, status, stepped, _FIX)
+            if progress.out_of_memory:
+                why += f" (plan what fits: stepscope fit --verify {order.command})"
             outcome = _failed(why, options)
     if options.json and outcome is not None:
         code = os.waitstatus_to_exitcode(status)

@@ -20,8 +20,8 @@ from stepscope.training.plans import settings_of
 from stepscope.training.shape import model_shape, size_name
 
 if TYPE_CHECKING:
-    from stepscope.planning.frontier import MemoryPlan
-    from stepscope.planning.predict import MemoryPrediction
+    from stepscope.planning.fake_run import MemoryPrediction
+    from stepscope.records.plans import Plan
     from stepscope.studies.own.prediction import ModelPlan
 
 _OF_MODELS = {
@@ -165,8 +165,8 @@ def _predict_models(options: PredictOptions) -> int:
 
 def _predict_plans(options: PredictOptions, steps: list[ModelPlan], budget: int | None) -> int:
     """Print the frontier of each step, of the last one as a figure too."""
+    from stepscope.analysis.predict.fit import within
     from stepscope.files import replace_file
-    from stepscope.planning.picture import frontier_figure
     from stepscope.report.plots import svg
     from stepscope.report.svg import standalone_svg
     from stepscope.report.terminal import print_findings, print_table
@@ -177,14 +177,11 @@ def _predict_plans(options: PredictOptions, steps: list[ModelPlan], budget: int 
     facts = []
     for step in steps:
         found = frontier_of(step, options.ranks, options.sharding)
-        plans = [
-            {"peak_bytes": one.peak, "seconds": one.seconds, "host_bytes": one.to_host,
-             "blocks": view.plan_words(one)}
-            for one in found.plans
-        ]  # fmt: skip
-        facts.append({**step._asdict(), **found._asdict(), "plans": plans})
+        facts.append({**step._asdict(), **view.frontier_facts(found)})
         if options.frontier:
-            figure = frontier_figure(found.plans, view.within(found, budget))
+            figure = view.frontier_figure(
+                found.plans, None if budget is None else within(found, budget)
+            )
             replace_file(Path(options.frontier), [standalone_svg(svg(figure)).encode()])
         if not options.json:
             print_findings(view.frontier_findings(str(step), found, budget))
@@ -198,10 +195,8 @@ def _predict_plans(options: PredictOptions, steps: list[ModelPlan], budget: int 
 def _facts_of_model(
     plan: ModelPlan,
     prediction: MemoryPrediction,
-    fitting: Sequence[tuple[ModelPlan, MemoryPlan]],
+    fitting: Sequence[tuple[ModelPlan, Plan]],
 ) -> dict[str, object]:
-    from stepscope.views.prediction import plan_words
-
     return {
         **plan._asdict(),
         "peak_bytes": prediction.peak.allocated,
@@ -209,7 +204,7 @@ def _facts_of_model(
         "phases": prediction.phases,
         "assumed": prediction.assumed,
         "fitting": [
-            {**other._asdict(), "peak_bytes": one.peak, "blocks": plan_words(one)}
+            {**other._asdict(), "peak_bytes": one.peak, "blocks": one.words}
             for other, one in fitting
         ],
     }

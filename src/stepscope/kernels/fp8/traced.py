@@ -82,7 +82,9 @@ class _Linear(torch.autograd.Function):
         settings: Settings,
     ) -> Tensor:
         rows, _, scales = _cast(x, largest_of_rows(x), E4M3, True, False)
-        out = _matmul(rows, scales[_INVERSE], values, inverse, bias, x.dtype, settings.fast_forward)
+        out: Tensor = _matmul(
+            rows, scales[_INVERSE], values, inverse, bias, x.dtype, settings.fast_forward
+        )
         in_dtype = settings.casts_again or settings.weight_gradient == BF16
         ctx.save_for_backward(values, inverse, x if in_dtype else rows, scales)
         ctx.settings, ctx.dtype, ctx.slot = settings, x.dtype, slot.dtype

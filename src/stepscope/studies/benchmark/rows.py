@@ -200,9 +200,9 @@ def common_context(rows: Sequence[BenchmarkRow]) -> int:
     return max(counted, key=lambda context: (counted[context], context))
 
 
-def is_steady(record: Record, name: str = "step") -> bool:
-    """True if the series has samples and no check doubts them."""
-    series = record.find(name)
+def is_steady(record: Record) -> bool:
+    """True if the step has samples and no check doubts them."""
+    series = record.find("step")
     if series is None or not series.values or stability(series.values):
         return False
     # Even steady samples are too long on a busy machine.

@@ -66,9 +66,9 @@ class CompileRow(NamedTuple):
         eager, compiled = self.ms("eager", phase), self.ms("compiled", phase)
         return eager / compiled if eager is not None and compiled else None
 
-    def effect(self, phase: str = "step") -> Effect | None:
+    def effect(self) -> Effect | None:
         """The speedup with its interval."""
-        eager, compiled = (self.record.find(phase, variant=form) for form in FORMS)
+        eager, compiled = (self.record.find("step", variant=form) for form in FORMS)
         if eager is None or compiled is None or not (eager.values and compiled.values):
             return None
         return quotient(summarize(eager.values), summarize(compiled.values))

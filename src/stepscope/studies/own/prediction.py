@@ -6,18 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from stepscope.analysis.predict.fit import MARGIN
+from stepscope.analysis.predict.fit import within
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
+from stepscope.records.plans import Frontier, Plan
 from stepscope.training.building import build, call, loss_of
-from stepscope.views.prediction import Frontier
 
 if TYPE_CHECKING:
     import torch
 
+    from stepscope.planning.fake_run import MemoryPrediction, StepOptions
     from stepscope.planning.fake_step import Fakes
-    from stepscope.planning.frontier import MemoryPlan
-    from stepscope.planning.predict import MemoryPrediction, StepOptions
 
 
 class ModelPlan(NamedTuple):
@@ -52,8 +51,8 @@ def _fake_step(plan: ModelPlan) -> Iterator[_FakeStep]:
 
     from stepscope.acceleration.changes import checkpoint_blocks
     from stepscope.measure.ledger import line_of_code
+    from stepscope.planning.fake_run import StepOptions
     from stepscope.planning.fake_step import Fakes
-    from stepscope.planning.predict import StepOptions
     from stepscope.training.parts import make_optimizer
 
     known = precision(plan.dtype)
@@ -85,7 +84,7 @@ def _fake_step(plan: ModelPlan) -> Iterator[_FakeStep]:
 
 def predict_model(plan: ModelPlan) -> MemoryPrediction:
     """Build the model with fake tensors and predict the memory of its step."""
-    from stepscope.planning.predict import predict_fake
+    from stepscope.planning.fake_run import predict_fake
 
     with _fake_step(plan) as step:
         return predict_fake(*step)
@@ -93,6 +92,7 @@ def predict_model(plan: ModelPlan) -> MemoryPrediction:
 
 def frontier_of(plan: ModelPlan, ranks: int, sharding: Literal["none", "full"]) -> Frontier:
     """Build the model with fake tensors and predict all plans of its step."""
+    from stepscope.planning.application import described
     from stepscope.planning.operators import known_rates
     from stepscope.planning.plans import plans_of
     from stepscope.planning.ranks import Ranks
@@ -100,18 +100,18 @@ def frontier_of(plan: ModelPlan, ranks: int, sharding: Literal["none", "full"]) 
     with _fake_step(plan) as step:
         rates, among = known_rates(), Ranks(ranks, sharding)
         among.require_valid()
-        return Frontier(plans_of(*step[1:], rates, among), rates.device, ranks, sharding)
+        plans = tuple(map(described, plans_of(*step[1:], rates, among)))
+    return Frontier(plans=plans, device=rates.device, ranks=ranks, sharding=sharding)
 
 
-def plans_that_fit(plan: ModelPlan, budget: int) -> Iterator[tuple[ModelPlan, MemoryPlan]]:
+def plans_that_fit(plan: ModelPlan, budget: int) -> Iterator[tuple[ModelPlan, Plan]]:
     """The largest batch that fits, halved from that of the plan: with the fastest plan of its
     blocks, and as the model is."""
     batch, is_first = plan.batch, True
     while batch:
         candidate = plan._replace(batch=batch)
-        plans = frontier_of(candidate, 1, "none").plans
-        fitting = next((one for one in plans if one.peak * MARGIN <= budget), None)
-        is_plain = fitting is plans[0]
+        fitting = within(frontier_of(candidate, 1, "none"), budget)
+        is_plain = fitting is not None and fitting.is_plain
         if fitting is not None and (is_first or is_plain):
             yield candidate, fitting
             is_first = False

@@ -16,6 +16,7 @@ from stepscope.report.blocks import Finding
 from stepscope.report.format import bytes_, count, duration, percent, rate
 from stepscope.views.builders import ids
 from stepscope.views.energy import energy_finding
+from stepscope.views.prediction import planned_findings
 from stepscope.views.program.rows import (
     ProgramRecord,
     lateness,
@@ -30,6 +31,7 @@ _MISSING = {
     "trace_missing": "The steps were not traced",
     "traced_fewer": "Fewer steps were traced than requested",
     "memory_missing": "There is no memory breakdown",
+    "plans_missing": "The memory of the step was not planned",
     "snapshot_missing": "No memory snapshot was taken",
     "recording_failed": "The recording failed",
     "cut_short": "The recording is incomplete",
@@ -47,6 +49,7 @@ def inspected_findings(ranks: Sequence[ProgramRecord]) -> tuple[Finding, ...]:
         *_ranks(ranks),
         *_trace(lead),
         *memory_finding(lead),
+        *planned_findings(lead.plans),
         *rate_finding(lead),
         *_no_ceilings(lead),
         *energy_finding(lead.record, lead.name),

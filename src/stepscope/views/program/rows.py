@@ -14,6 +14,8 @@ from stepscope.analysis.lines.facts import ATTACHMENT as LINES
 from stepscope.analysis.lines.facts import Lines
 from stepscope.analysis.trace.collectives import behind_next_ms, lateness_ms
 from stepscope.analysis.trace.summary import Summary
+from stepscope.records.plans import ATTACHMENT as PLANS
+from stepscope.records.plans import Planned
 from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.report.blocks import Finding
@@ -74,6 +76,11 @@ class ProgramRecord:
     @cached_property
     def account(self) -> Account | None:
         return Account(self.record, self.name) if "ledger" in self.record.attachments else None
+
+    @cached_property
+    def plans(self) -> Planned:
+        """Plans of the memory of the step, and of larger ones."""
+        return self.record.attachment(PLANS, Planned) or ()
 
     @property
     def step_ms(self) -> float | None:

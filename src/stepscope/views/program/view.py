@@ -10,6 +10,7 @@ from stepscope.report.blocks import Block, Table
 from stepscope.report.tables import col, interval, table
 from stepscope.views.flame import flame_blocks
 from stepscope.views.memory import account_table, saved_table, stack_figure
+from stepscope.views.prediction import planned_blocks
 from stepscope.views.program.findings import inspected_findings
 from stepscope.views.program.lines import line_tables
 from stepscope.views.program.rows import ProgramRecord, lateness, programs
@@ -65,11 +66,12 @@ def trace_parts(lead: ProgramRecord, name: str) -> tuple[Block, ...]:
 def account_blocks(lead: ProgramRecord) -> tuple[Block, ...]:
     account = lead.account
     if account is None or not account.phases:
-        return ()
+        return planned_blocks(lead.plans)
     return (
         stack_figure(account),
         account_table(account),
         *([saved_table(account, "Saved for backward, the largest first")] if account.saved else []),
+        *planned_blocks(lead.plans),
     )
 
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from stepscope.analysis.advice.facts import MODEL_PHASES, Facts, PhaseWork
 from stepscope.analysis.advice.program import Program, setting
 from stepscope.analysis.advice.rule import Change, Left, rule
+from stepscope.analysis.advice.rules.memory import excluded_by, plan_lines, setting_of_plan
 
 _MEMORY_SHARE = 0.9
 
@@ -40,18 +41,40 @@ def _larger_batch(facts: Facts) -> Change | Left | None:
     if not facts.memory_bytes:
         return None
     free_bytes = facts.memory_bytes * _MEMORY_SHARE - facts.peak_bytes
-    if facts.saved_bytes > free_bytes:
-        return Left("the memory has no room for twice the activations")
+    planned = facts.planned("batch")
+    plan = None if planned is None else planned.plan
+    if facts.saved_bytes > free_bytes and plan is None:
+        no_plan = ", and no plan of its blocks fits" if planned is not None else ""
+        return Left(f"the memory has no room for twice the activations{no_plan}")
     after = with_batch_times(facts, 2)
     larger = None if facts.batch is None else 2 * facts.batch
+    memory: dict[str, str] = {}
+    excludes: tuple[str, ...] = ()
+    how: tuple[str, ...] = ()
+    needs, more_bytes = "", facts.saved_bytes
+    if planned is not None and plan is not None:
+        more_bytes = max(0, plan.peak - facts.peak_bytes)
+        memory = setting_of_plan(planned)
+        if memory:
+            after = after.with_work(
+                lambda work: work.with_more("matmul", 1e3 * (plan.again_s + plan.exposed_s)),
+                ("backward",),
+            )
+            needs, how = f"; it fits with {plan.words}", plan_lines(facts)
+            excludes = excluded_by(planned)
     return Change(
+        title=f"twice the batch size{', with a plan of what the blocks save' * bool(memory)}",
         after=replace(after, batch=larger),
-        gain_bytes=-facts.saved_bytes,
+        gain_bytes=-more_bytes,
         why="launches and the update cost half as much per sample; the gain is stated for the"
-        f" current number of samples, and {free_bytes / 2**30:.3g} GiB are free",
+        f" current number of samples, and {free_bytes / 2**30:.3g} GiB are free{needs}",
         risk="optimization: another batch size needs another learning rate; memory",
-        lines=(f"batch_size = {larger}" if larger else "batch_size = …  # twice the current one",),
-        setting={"batch": str(larger)} if larger else {},
+        lines=(
+            f"batch_size = {larger}" if larger else "batch_size = …  # twice the current one",
+            *how,
+        ),
+        setting={"batch": str(larger)} | memory if larger else {},
+        excludes=excludes,
         by_author="" if larger else "no DataLoader was found that sets the batch size",
     )
 

@@ -20,6 +20,8 @@ def _checkpoint(facts: Facts) -> Change | Left | None:
         return Left(f"the peak is below {TIGHT:.0%} of the memory, and recomputation costs time")
     if not facts.saved_bytes:
         return None
+    if (planned := facts.planned("step")) is not None and planned.plan is not None:
+        return Left("a plan of what the blocks save costs less time")
     gain = facts.lower_peak(int(_CHECKPOINTED_SHARE * facts.saved_bytes))
     if not gain:
         return Left("the peak is that of the optimizer, not of saved activations")
