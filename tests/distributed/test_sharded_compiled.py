@@ -23,7 +23,7 @@ from small_decoder import Decoder, adamw, decoder
 from stepscope.acceleration import choice, compiled
 from stepscope.parallel import Limits, World, launch
 
-LIMITS = Limits(start=300.0, step=300.0, beat=120.0, total=1500.0)
+LIMITS = Limits(start=300.0, step=300.0, beat=120.0, total=3600.0)
 CPU = torch.device("cpu")
 Results = dict[str, Result]
 
