@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from acceleration import Bench, EagerStep, Turns, written
+from acceleration import Bench, EagerStep, Turns, compute_loss, written
 from acceleration_rows import ROWS
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -82,7 +82,7 @@ def _without_autocast(
     """Return the step of a model whose policy casts."""
 
     def run(batch: Any) -> Tensor:
-        loss: Tensor = model(**batch).loss
+        loss = compute_loss(model, batch, None)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

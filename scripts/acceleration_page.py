@@ -27,6 +27,18 @@ STARTS = "acceleration-start_h200.jsonl"
 BEGIN_STARTS = "<!-- first steps: benchmarks/acceleration.py -->"
 GRAPHS = "acceleration-graph_h200.jsonl"
 BEGIN_GRAPHS = "<!-- graphs: benchmarks/acceleration.py -->"
+SHARDED = "fsdp2_h200.jsonl"
+BEGIN_SHARDED = "<!-- FSDP2: benchmarks/fsdp2.py -->"
+_SHARDED_FORMS = {
+    "bare": "as it is",
+    "accelerate": "accelerated",
+    "fsdp2-reshard": "FSDP2",
+    "fsdp2-reshard-compile-blocks": "FSDP2, compiled blocks",
+    "fsdp2-reshard-accelerate": "FSDP2, accelerated",
+    "fsdp2-keep": "FSDP2, weights kept",
+    "fsdp2-keep-compile-blocks": "FSDP2, weights kept, compiled blocks",
+    "fsdp2-keep-accelerate": "FSDP2, weights kept, accelerated",
+}
 _MODELS = {
     "hf_llama_1b": "Hugging Face Llama 1B, 4 × 2048",
     "hf_llama_1b_short": "Hugging Face Llama 1B, 1 × 512",
@@ -60,7 +72,26 @@ def with_tables(page: str, results: Path) -> str:
     page = with_versions(with_matrix(page, results), results)
     page = replaced(page, BEGIN_SPEEDS, _speeds(speeds))
     page = replaced(page, BEGIN_GRAPHS, _graphs(graphs))
+    page = replaced(page, BEGIN_SHARDED, _sharded(results / SHARDED))
     return replaced(page, BEGIN_STARTS, _starts(starts))
+
+
+def _sharded(record: Path) -> str:
+    """Return the table of FSDP2 on one rank, if it was measured."""
+    if not record.exists():
+        return "Not measured on a GPU yet (`python benchmarks/fsdp2.py`)."
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    forms = [form for form in _SHARDED_FORMS if _values(lines, form, "median_ms")]
+    columns = [
+        col("form", lambda form: _SHARDED_FORMS[form]),
+        col("step", lambda form: statistics.median(_values(lines, form, "median_ms")), unit="ms"),
+        col("peak", lambda form: round(max(_values(lines, form, "steps_gib")), 1), unit="GiB"),
+    ]
+    return "\n\n".join([
+        markdown(table("sharded", "", forms, columns)).strip(),
+        f"{_MODELS[lines[0]['row']]}, one rank over NCCL. Records: `results/{SHARDED}`"
+        f" ({lines[0]['device']}, torch {lines[0]['torch']}).",
+    ])  # fmt: skip
 
 
 def _graphs(lines: list[Line]) -> str:

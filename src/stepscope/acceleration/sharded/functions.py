@@ -27,7 +27,12 @@ from torch import nn
 from stepscope.acceleration.backend import Graphs
 from stepscope.acceleration.choice import AS_IT_IS, clock_of, digest_of
 from stepscope.acceleration.compiled import Compilation, CompiledFunction
-from stepscope.acceleration.forward_registry import Layer, add_layer, has_own_forward
+from stepscope.acceleration.forward_registry import (
+    Layer,
+    add_layer,
+    has_own_forward,
+    layer_owners,
+)
 from stepscope.acceleration.losses import without_cache
 from stepscope.acceleration.replacement import Left
 from stepscope.acceleration.sharded.choice import SharedChoice
@@ -35,6 +40,7 @@ from stepscope.acceleration.sharded.deferred import computed
 from stepscope.acceleration.sharded.unit_calls import UnitCalls, bare, is_traced
 from stepscope.acceleration.sharded.units import (
     agreed,
+    device_of,
     hooks_of_fsdp,
     is_unit,
     mesh_groups,
@@ -59,12 +65,16 @@ class ShardedFunctions:
         self.compilation = compilation
         model = compilation.model
         self.groups = mesh_groups(model)
+        # Parameters may wait in host memory.
+        compilation.device = device_of(model)
         self.leading: WholeFunction | None = None
         """The function of the model that has run last: the units run in its form."""
         self.kinds: dict[object, UnitFunction] = {}
         self._layers: dict[nn.Module, Layer] = {}
         for unit in list(model.modules()):
-            if is_unit(unit) and unit is not model:
+            # Modules in `exclude` have a layer that runs them uncompiled.
+            is_excluded = compilation.owner in layer_owners(unit)
+            if is_unit(unit) and unit is not model and not is_excluded:
                 self._add(within_checkpoint(unit), policy_of(unit))
 
     def undo(self) -> None:
@@ -80,7 +90,8 @@ class ShardedFunctions:
         key = unit if has_own_forward(unit) else (*_kind_of(unit), str(policy))
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.leading is None or not torch.is_grad_enabled() or is_traced((args, kwargs)):
+            traced = torch.compiler.is_compiling() or is_traced((args, kwargs))
+            if self.leading is None or not torch.is_grad_enabled() or traced:
                 return self._layers[module].below(*args, **kwargs)
             form = AS_IT_IS if self.leading.is_recorded else self.leading.kind
             return self.kinds[key].call(form, module, *args, **kwargs)

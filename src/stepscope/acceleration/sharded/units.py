@@ -82,6 +82,12 @@ def hooks_of_fsdp(module: nn.Module) -> set[int]:
     return found
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return where the units of a model compute."""
+    device: torch.device = state_of(next(filter(is_unit, model.modules())))._device
+    return device
+
+
 def mesh_groups(model: nn.Module) -> list[Any]:
     """Return the process groups over which the weights of a model are sharded or replicated."""
     for module in model.modules():
