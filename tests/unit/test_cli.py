@@ -102,13 +102,13 @@ def test_show_prints_findings_and_tables(desk: Desk) -> None:
     assert output.code == 0
     for part in (
         "Backward pass over forward pass",
-        "closest to the ceiling",
+        "tokens/s",
         "first step takes 300 ms",
     ):
         assert part in " ".join(output.out.split())
     only = desk("show", "new", "--study", "warmup")
     assert "first step" in " ".join(only.out.split())
-    assert "closest to the ceiling" not in " ".join(only.out.split())
+    assert "Backward pass over" not in " ".join(only.out.split())
 
 
 def test_show_prints_the_verdict_and_a_line_for_each_study(desk: Desk) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 from enum import IntEnum
+from functools import wraps
 from typing import NamedTuple
 
 import msgspec
@@ -130,6 +131,7 @@ def rule(
     """Register a rule under the code and the title of its change; see `Registered`."""
 
     def register(function: Rule) -> Rule:
+        @wraps(function)
         def predict(facts: Facts) -> Prediction | Left | None:
             change = function(facts)
             if not isinstance(change, Change):
@@ -145,7 +147,8 @@ def rule(
             return Prediction(Advice(**fields), after)
 
         entry = Registered(code, title, predict, stage, whole, parts)
-        insort(REGISTRY, entry, key=lambda one: one.stage)
+        # By file, not by which file imports another.
+        insort(REGISTRY, entry, key=lambda one: (one.stage, one.rule.__module__))
         return function
 
     return register
