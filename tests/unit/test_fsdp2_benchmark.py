@@ -1,4 +1,4 @@
-"""benchmarks/fsdp2.py on a CPU: forms in turns, rounds that continue, and what it concludes."""
+"""benchmarks/fsdp2.py on a CPU: interleaved forms, rounds that continue, and what it concludes."""
 
 from __future__ import annotations
 

@@ -27,10 +27,7 @@ from stepscope.acceleration.passes.intervals import (
     rows_in_order,
     without_hidden_keys,
 )
-from stepscope.acceleration.passes.masks import (
-    MaskRules,
-    slopes_of_mask,
-)
+from stepscope.acceleration.passes.masks import MaskRules, slopes_of_mask
 from stepscope.acceleration.passes.matching import (
     Applied,
     Left,
@@ -50,9 +47,7 @@ from stepscope.acceleration.passes.naive_attention import (
     naive_attention,
     rules_between,
 )
-from stepscope.acceleration.passes.products import (
-    ungrouped,
-)
+from stepscope.acceleration.passes.products import ungrouped
 from stepscope.attention.call import AttentionCall
 from stepscope.attention.inputs import as_autocast_would, with_positive_scale
 from stepscope.attention.ops import TRITON, flash_forward
