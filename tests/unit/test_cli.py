@@ -20,7 +20,7 @@ from stepscope.cli.answer import SCREEN
 from stepscope.cli.commands import compare as compare_command
 from stepscope.cli.commands import doctor as doctor_command
 from stepscope.cli.commands.inspect import InspectOptions
-from stepscope.cli.scripts import split_words
+from stepscope.cli.scripts import misplaced_options, split_words
 from stepscope.errors import StepscopeError
 from stepscope.records.jsonl import read_records, write_records
 from stepscope.records.schema import FailedCheck, Record
@@ -95,6 +95,12 @@ def test_the_help_of_every_study_documents_its_flags(
 def test_flags_after_a_script_are_its_own() -> None:
     words = ["--steps", "3", "train.py", "--steps", "4"]
     assert split_words(words, InspectOptions) == (["--steps", "3"], "train.py", ["--steps", "4"])
+
+
+def test_options_after_a_script_are_named() -> None:
+    words = ["--lr", "1", "--warmup=3", "--stop-early"]
+    assert misplaced_options(words, InspectOptions).endswith(": --warmup=3, --stop-early")
+    assert misplaced_options(["--lr", "1"], InspectOptions) == ""
 
 
 def test_show_prints_findings_and_tables(desk: Desk) -> None:

@@ -25,3 +25,10 @@ def split_words(words: Sequence[str], options: type) -> tuple[list[str], str | N
     if index >= len(words):
         return own, None, []
     return own, words[index], list(words[index + 1 :])
+
+
+def misplaced_options(arguments: Sequence[str], options: type) -> str:
+    """Return what to do about arguments of a script that are named like options of Stepscope."""
+    own = {f"--{name.replace('_', '-')}" for name in typing.get_type_hints(options)}
+    found = [word for word in arguments if word.partition("=")[0] in own]
+    return f"Stepscope's options go before the script: {', '.join(found)}" if found else ""

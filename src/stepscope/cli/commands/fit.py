@@ -13,8 +13,8 @@ from stepscope.advisor.advise.fitting import plan_script
 from stepscope.analysis.predict.sizes import bytes_of
 from stepscope.cli.common import parse, require_writable
 from stepscope.cli.memory_plan import show_plan
-from stepscope.cli.scripts import split_words
-from stepscope.errors import UsageError, no_such_file
+from stepscope.cli.scripts import misplaced_options, split_words
+from stepscope.errors import StepscopeError, UsageError, no_such_file
 from stepscope.records.plans import FittedStep
 
 
@@ -64,7 +64,12 @@ def main(words: list[str]) -> int:
     if options.frontier is not None:
         require_writable(options.frontier, "give another path with --frontier")
     script = Script(target=target, module=options.module, words=tuple(rest))
-    planned = plan_script(script, budget, host_states=options.host_states)
+    try:
+        planned = plan_script(script, budget, host_states=options.host_states)
+    except StepscopeError as error:
+        if fix := misplaced_options(rest, FitOptions):
+            raise StepscopeError(str(error), fix) from error
+        raise
     if options.frontier is not None:
         _draw(planned, options.frontier)
     show_plan(script, planned, verify=options.verify, as_json=options.json, steps=options.steps)
