@@ -127,7 +127,7 @@ def transformers_models() -> Iterator[Tiny]:
     for kind, mapping, batch in heads:
         for model_type, names in mapping.items():
             name = names if isinstance(names, str) else names[0]
-            if not hasattr(transformers, name):
+            if not _has(transformers, name):
                 continue
 
             def build(model_type: str = model_type, name: str = name) -> nn.Module:
@@ -141,6 +141,14 @@ def transformers_models() -> Iterator[Tiny]:
                 return model
 
             yield Tiny(f"{model_type}/{kind}", "transformers", kind, build, batch)
+
+
+def _has(library: Any, name: str) -> bool:
+    """Return whether a library has a class, and what the class needs is installed."""
+    try:
+        return hasattr(library, name)
+    except ImportError:
+        return False
 
 
 def _generator(step: int) -> torch.Generator:

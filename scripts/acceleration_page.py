@@ -48,6 +48,9 @@ _MODELS = {
     "timm_vit_b16": "timm ViT-B/16, 128 images",
     "own_decoder": "own classes (q and k normed, soft-capped logits), 8 × 2048",
     "cs336_medium": "own classes (CS336 medium), 8 × 512",
+    "x_transformers": "x-transformers decoder (rotary, GLU, RMSNorm), 8 × 1024",
+    "modernbert": "Hugging Face ModernBERT base, 16 × 512",
+    "hf_smollm3": "Hugging Face SmolLM3 0.36B, 4 × 2048",
     "own_small": "TransformerLM small, 4 × 512",
     "own_xl": "TransformerLM xl, 4 × 512",
 }
@@ -101,21 +104,23 @@ def _graphs(lines: list[Line]) -> str:
         times = _values([one for one in lines if one["row"] == row], form, "median_ms")
         return statistics.median(times) if times else None
 
-    def baseline(row: str) -> tuple[float, str]:
-        return min((time, form) for form in _FORMS if (time := ms(row, form)) is not None)
+    def baseline(row: str) -> tuple[float | None, str]:
+        known = [(time, form) for form in _FORMS if (time := ms(row, form)) is not None]
+        return min(known, default=(None, ""))
 
     columns = [
         col("model, batch", lambda row: _MODELS[row]),
-        col("fastest baseline", lambda row: _FORMS[baseline(row)[1]]),
+        col("fastest baseline", lambda row: _FORMS.get(baseline(row)[1], "")),
         col("baseline", lambda row: baseline(row)[0], unit="ms"),
         col("compiled with passes", lambda row: ms(row, "stepscope-compile-passes"), unit="ms"),
         col("in one region", lambda row: ms(row, "stepscope-compile-one-region"), unit="ms"),
         col("modules replaced", lambda row: ms(row, _STEPSCOPE), unit="ms"),
     ]
-    text = markdown(table("graphs", "", list(dict.fromkeys(x["row"] for x in lines)), columns))
+    rows = list(dict.fromkeys(x["row"] for x in lines if x["form"] == "stepscope-compile-passes"))
+    text = markdown(table("graphs", "", rows, columns))
     return (
-        f"{text.strip()}\n\nRecords: `results/{GRAPHS}` (NVIDIA H200). Each model in one process,"
-        " but Llama's compiled form, which is of another one."
+        f"{text.strip()}\n\nRecords: `results/{GRAPHS}` (NVIDIA H200): medians of all runs of a"
+        " form, which for some models were on several machines."
     )
 
 

@@ -21,6 +21,7 @@ from attention_sections import sections
 from claims import filled
 from compare_page import compare_pages
 from course_page import course_files
+from families_page import families_pages
 from flash_page import flash_pages, naive_attention_pages
 from foreign_page import foreign_pages
 from hand_written_pages import PAGES as HAND_WRITTEN
@@ -224,6 +225,7 @@ def main() -> int:
         **walkthrough_pages(results),
         **study_pages(results),
         **foreign_pages(results),
+        **families_pages(results),
     }
     pages = {
         README: with_figures((ROOT / README).read_text(), results),

@@ -543,6 +543,41 @@ def test_operators_on_graphs_keep_their_gradients(activation: Any, operator: str
     assert operator in str(compared(model).failure)
 
 
+class Ranged(nn.Module):
+    """Keeps the largest activation, which the program reads without autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.largest = nn.Buffer(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x))
+        largest = y.data.max()
+        if largest.isnan().sum() == 0:
+            self.largest.copy_(largest.reshape(1))
+        y.data.mul_(2.0)
+        return (y / (1 + self.largest)).sum()
+
+
+def test_data_without_autograd_is_traced() -> None:
+    torch.manual_seed(0)
+    model = Ranged()
+    original, graphs = copy.deepcopy(model), Graphs(compiler="aot_eager")
+    run = torch.compile(model, backend=graphs)
+    x = torch.randn(3, WIDTH)
+    for seed in range(2):
+        x = x + seed
+        expected, found = original(x), run(x)
+        torch.testing.assert_close(found, expected)
+        found.backward()
+        expected.backward()
+    for one, other in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    torch.testing.assert_close(model.largest, original.largest)
+    assert all(report.failure is None for report in graphs.reports)
+
+
 def test_transforms_are_not_traced_again() -> None:
     model = Model(sdpa_flag)
     for block in model.blocks:

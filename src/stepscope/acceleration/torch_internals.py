@@ -7,8 +7,11 @@ import copy
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -28,12 +31,12 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 
-from stepscope.acceleration.decompositions import decompositions
-
 Compiled = Callable[..., Any]
+_PACKAGE = __name__.partition(".")[0]
 GRAD_MODE = torch._C._set_grad_enabled
 ENTERS_AUTOCAST = autocast_mode._enter_autocast
 EXITS_AUTOCAST = autocast_mode._exit_autocast
+_DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
 
 def fake_mode() -> Any:
@@ -110,7 +113,7 @@ def retraced(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     def run(*args: Any) -> Any:
         for x, traced in zip(inputs, args, strict=True):
             _with_number_of(x, traced)
-        return Interpreter(module).run(*args)
+        return _Traceable(module).run(*args)
 
     with fx_traceback.preserve_node_meta():
         traced: GraphModule = make_fx(
@@ -119,7 +122,19 @@ def retraced(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     for node, x in zip(placeholders, inputs, strict=True):
         node.meta["requires_grad"] = isinstance(x, Tensor) and x.requires_grad
+    for node in traced.graph.nodes:
+        if node.op == "get_attr" and is_fake(attribute_of(traced, node)):
+            raise ValueError("a tensor is made by what is no operator")
     return traced
+
+
+class _Traceable(Interpreter):
+    """Runs Dynamo's graph with operators only: `x.data` is none, but the same as `x.detach()`."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is _DATA:
+            return args[0].detach()
+        return super().call_function(target, args, kwargs)
 
 
 def attribute_of(module: GraphModule, node: Node) -> Any:
@@ -288,11 +303,43 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx
 
     with functorch_config.patch(ban_recompute_materialized_backward=False):
-        patches = {"triton.cudagraphs": True} if cudagraphs else None
-        compiled: Any = compile_fx(
-            module, list(inputs), config_patches=patches, decompositions=decompositions()
-        )
+        patches: dict[str, Any] = {"triton.cudagraphs": True} if cudagraphs else {}
+        patches |= _cacheable(module)
+        compiled: Any = compile_fx(module, list(inputs), config_patches=patches)
     return compiled  # type: ignore[no-any-return]
+
+
+def _cacheable(module: GraphModule) -> dict[str, Any]:
+    """Return the setting by which caches take graphs that call functions of this package: they are
+    found again as long as the files of the package are the same."""
+    from torch._inductor import config
+
+    names = {f"{x.__module__}.{x.__name__}" for x in _functions(module)}
+    marked = {name: _version_of_package() for name in names if name.startswith(f"{_PACKAGE}.")}
+    return {"unsafe_marked_cacheable_functions": config.unsafe_marked_cacheable_functions | marked}
+
+
+def _functions(module: GraphModule) -> Iterator[FunctionType]:
+    for node in module.graph.nodes:
+        if isinstance(node.target, FunctionType):
+            yield node.target
+
+
+@cache
+def _version_of_package() -> str:
+    root = Path(__file__).parents[1]
+    files = sorted((str(x), x.stat().st_size, x.stat().st_mtime_ns) for x in root.rglob("*.py"))
+    return sha256(repr(files).encode()).hexdigest()
+
+
+def add_decompositions(formulas: Mapping[Any, Callable[..., Any]]) -> None:
+    """Let Inductor replace operators by what these functions compute."""
+    from torch._inductor import decomposition
+
+    if not formulas.keys() <= decomposition.decompositions.keys():
+        decomposition.decompositions.update(formulas)
+        # A copy of the table may have been made.
+        decomposition.fast_random_decomps.cache_clear()
 
 
 def compile_with_aot_eager(module: GraphModule, inputs: Sequence[Any]) -> Compiled:

@@ -58,8 +58,8 @@ class TrainStep:
     An optimizer that `accelerate` fused updates each parameter during the backward pass, unless
     something needs all gradients at once (clipping, accumulation, a scaler) or
     `update_in_backward=False`. By default it does not in steps without a CUDA graph whose
-    parameters are small: one launch for all is faster then. An `InBackwardAdamW` always does, and cannot be combined with
-    clipping, accumulation or a scaler.
+    parameters are small: one launch for all is faster then. An `InBackwardAdamW` always does, and
+    cannot be combined with clipping, accumulation or a scaler.
 
     `memory="60GiB"` applies the plan of `stepscope.fit` for that budget before the first step, with
     micro-batches and optimizer states in host memory if `allow` has them; `step.fitted` is the

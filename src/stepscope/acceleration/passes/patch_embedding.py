@@ -10,6 +10,8 @@ and a matmul does not by default.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Graph, Node
 
@@ -39,7 +41,8 @@ def use_matmuls(graph: Graph) -> list[Applied]:
 
 
 def _embeds_patches(node: Node) -> bool:
-    image, weight, output = value_of(node.args[0]), value_of(node.args[1]), value_of(node)
+    source: Any = node.args[0]
+    image, weight, output = value_of(source), value_of(node.args[1]), value_of(node)
     kernel = tuple(weight.shape[2:])
     sizes = (*image.shape, *weight.shape)
     return (
@@ -52,7 +55,7 @@ def _embeds_patches(node: Node) -> bool:
         and argument(node, 6, "groups", 1) == 1
         and output.dtype in (torch.bfloat16, torch.float16)
         and output.is_contiguous()
-        and not has_gradient(node.args[0])
+        and not has_gradient(source)
     )
 
 
