@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+os.environ["STEPSCOPE_STUDIES"] = "step_race"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from acceleration_page import PAGE as ACCELERATE
 from acceleration_page import with_tables

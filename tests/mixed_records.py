@@ -20,7 +20,6 @@ from step_records import (
     compile_record,
     loss_record,
     rung_record,
-    step_race_record,
     waterfall_record,
 )
 from stepscope.records.schema import Record
@@ -230,12 +229,10 @@ def mixed_records() -> dict[str, list[Record]]:
             loss_record("bf16", 0, [9.0 - 0.1 * step for step in range(50)]),
             waterfall_record("start"),
             waterfall_record("graph", replay=0.5),
-            step_race_record(peaks={"baseline": 70.0, "stepscope": 60.0}),
             rung_record("flash", "alone", status="oom", reason=FAILURES["oom"]),
             rung_record("graph", "so far", status="skipped", reason=FAILURES["skipped"]),
             loss_record("graph", 0, (), status="error", reason=FAILURES["error"]),
             waterfall_record("compile", status="timeout", reason=FAILURES["timeout"]),
-            step_race_record("xl-512", status="oom", reason=FAILURES["oom"]),
         ],
         "own": [
             own_record(),

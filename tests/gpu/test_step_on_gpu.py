@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from step_race.measure import Field
+from step_race.races import racers
 
 from quiet_bench import QuietBench
 from step_records import tiny_race_case
@@ -18,8 +20,6 @@ from stepscope.optim import FusedAdamW, InBackwardAdamW
 from stepscope.studies.base import CaseSkipped
 from stepscope.studies.step.cases import StepFlags
 from stepscope.studies.step.measure import measure_loss
-from stepscope.studies.step.race import Field
-from stepscope.studies.step.races import racers
 from stepscope.training.flags import WorkloadFlags
 from stepscope.training.transformer import TransformerStep
 from stepscope.training.workload import Workload, workloads
@@ -334,9 +334,9 @@ def test_a_mark_is_reached_when_all_earlier_work_is_done(device: CudaDevice) -> 
 
 
 def test_a_comparison_measures_the_energy_of_each_side(device: CudaDevice) -> None:
-    from stepscope.studies.step.race import measure_race
+    from step_race.measure import measure
 
-    measurement = measure_race(tiny_race_case(), QuietBench(device))
+    measurement = measure(tiny_race_case(), QuietBench(device))
     limit = device.telemetry.power_limit_w()
     assert limit is not None
     assert "no_energy" not in measurement.notes, measurement.notes["no_energy"]

@@ -217,18 +217,6 @@ def test_a_failed_mode_fills_its_cells_with_the_status() -> None:
     assert failed == ("small", 512, "train-step", "OOM", *(None,) * 7, "out of memory")
 
 
-def test_energy_is_part_of_the_case_only_if_requested() -> None:
-    study = find_study("benchmark")
-    plain, measured = (
-        study.planned(study.flags(size=("small",), mode=("forward",), energy=energy))[0]
-        for energy in (False, True)
-    )
-    assert plain.key == measured.key
-    assert "energy" not in plain.config
-    assert measured.config == plain.config | {"energy": True}
-    assert study.decode(measured.config).energy is True
-
-
 def test_the_headline_has_the_train_steps_alone() -> None:
     study = find_study("benchmark")
     records = [benchmark_record("forward", step=10.0), benchmark_record(step=100.0)]

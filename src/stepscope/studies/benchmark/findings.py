@@ -26,7 +26,6 @@ from stepscope.studies.benchmark.rows import (
     pairs_of,
 )
 from stepscope.views.builders import failure_findings, finding, grouped
-from stepscope.views.energy import energy_finding
 
 _PASSES = ("forward", "backward", "optimizer")
 _AS_EXPECTED = 0.3
@@ -40,9 +39,6 @@ def benchmark_findings(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
     yield from _backward_over_forward(rows)
     yield from _cpu_bound(rows)
     yield from dtype_findings(rows)
-    for row in rows:
-        if row.step_record is not None:
-            yield from energy_finding(row.step_record, row.name)
     yield from _phases_against_step(rows)
     yield from _failures(rows)
     yield from _checks(rows)

@@ -1,20 +1,15 @@
 """The step study: gain of each change to a training step, and its distance from the ideal.
 
     stepscope run step --size small --context 512       # ladder, loss curves, waterfall
-    stepscope run step --part race --race 2.7b-2048     # compared with torch.compile
 
-The study has four parts. `ladder` starts from the baseline step (eager, float32, naive attention)
+The study has three parts. `ladder` starts from the baseline step (eager, float32, naive attention)
 and times each change alone and on top of the changes before it. `loss` trains the same rungs on a
 learnable synthetic text and compares their loss curves with the float32 curve. `waterfall` traces
 the first and the fastest step and breaks each down by cause, from the ideal time of its operations
-to its measured time. `race` compares Stepscope with the fastest torch.compile variant, on the same
-weights, and then measures the energy of each side alone.
+to its measured time. `benchmarks/step_race` compares the fastest step with torch.compile.
 
 Estimated time on one H200: the ladder takes 1.5 minutes for small and 2 minutes for 2.7b at context
-2048; the loss curves take 7 minutes; the waterfalls take 2 minutes. A comparison takes 2 to 4
-minutes with `--scopes block --modes default`, plus a minute for each variant that compiles the full
-model and several minutes for each variant with `--modes max-autotune`. The next command on the same
-machine reuses the caches of torch.compile.
+2048; the loss curves take 7 minutes; the waterfalls take 2 minutes.
 """
 
 from __future__ import annotations
@@ -32,7 +27,6 @@ from stepscope.studies.step.cases import (
     StepFlags,
     ladder_cases,
     loss_cases,
-    race_cases,
     waterfall_cases,
 )
 from stepscope.studies.step.ladder import RUNGS, START, applies
@@ -48,7 +42,6 @@ class Step(Study[StepFlags, StepCase]):
     examples = (
         "stepscope run step",
         "stepscope run step --part ladder waterfall --size 2.7b --context 2048",
-        "stepscope run step --part race --race small-512 --modes default reduce-overhead",
         "stepscope run step --part ladder waterfall --size tiny --context 64 --device cpu",
     )
     flags = StepFlags
@@ -58,9 +51,7 @@ class Step(Study[StepFlags, StepCase]):
     no_model = "its ladder replaces parts of Stepscope's own model; use `compile` or `advise`"
 
     def cases(self, flags: StepFlags) -> tuple[StepCase, ...]:
-        # Small races include CPU time, and a profiler can slow later launches: races run first.
         return (
-            *(race_cases(flags) if "race" in flags.part else ()),
             *(ladder_cases(flags) if "ladder" in flags.part else ()),
             *(loss_cases(flags) if "loss" in flags.part else ()),
             *(waterfall_cases(flags) if "waterfall" in flags.part else ()),

@@ -1,4 +1,4 @@
-"""Measure a case: a rung timed, traced or trained; races are measured in `race`."""
+"""Measure a case: a rung timed, traced or trained."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ def measure(case: StepCase, bench: Bench) -> Measurement:
         return measure_step(case, case, bench)
     if isinstance(case, WaterfallCase):
         return measure_trace(case, bench)
-    if isinstance(case, LossCase):
-        return measure_loss(case, bench)
-    from stepscope.studies.step.race import measure_race
-
-    return measure_race(case, bench)
+    return measure_loss(case, bench)
 
 
 def measure_trace(case: WaterfallCase, bench: Bench) -> Measurement:
