@@ -18,7 +18,6 @@ from stepscope.report.text import markdown
 
 FIGURES = "figures"
 LONG = 60
-_ONLY_IN_REPORTS = ("published",)
 END = "<!-- until here -->"
 """Comment after a generated part of a page."""
 
@@ -81,7 +80,7 @@ def readable(blocks: Iterable[Block]) -> Iterator[Block]:
         match block:
             case Flame():
                 continue
-            case Table() if len(block.rows) >= LONG or block.name.endswith(_ONLY_IN_REPORTS):
+            case Table() if len(block.rows) >= LONG:
                 continue
             case _:
                 yield block
