@@ -13,7 +13,6 @@ from stepscope.report.format import counted, percent
 from stepscope.report.tables import col, cols, failed_table, table
 from stepscope.studies.base import Result
 from stepscope.studies.fp8.cases import CURRENT, DTYPES, GEMMS, ROLES, Fp8Case
-from stepscope.studies.fp8.gradient_view import gradient_finding, gradient_tables, keeping
 from stepscope.studies.fp8.rows import (
     SAME_LOSS,
     TOO_MUCH,
@@ -57,7 +56,6 @@ def _verdict(subject: Subject) -> Iterator[Finding]:
                 " run.",
                 subject.examined,
                 {"model": subject.name},
-                conclusion=deduced(keeping(subject.examined, needed=False)),
                 timed=False,
             )
         return
@@ -113,15 +111,12 @@ def _verdict(subject: Subject) -> Iterator[Finding]:
         if subject.examined is not None
         else ""
     )
-    if subject.examined is not None:
-        needed = answer in ("no", "differs") or bool(flagged)
-        conclusion += f" {keeping(subject.examined, needed=needed)}"
     yield finding(
         "fp8.verdict",
         f"{text}{how}.",
         rows,
         values | {"answer": answer},
-        conclusion=deduced(conclusion.strip()),
+        conclusion=deduced(conclusion),
         tone="good" if answer == "yes" and not flagged else "warn",
         timed=False,
     )
@@ -129,7 +124,6 @@ def _verdict(subject: Subject) -> Iterator[Finding]:
 
 def _examined_findings(subject: Subject, examined: Examined) -> Iterator[Finding]:
     yield _gemm_finding(subject, examined)
-    yield from gradient_finding(subject, examined)
     if examined.left_out:
         listed = some([f"{name} ({why})" for name, why in examined.left_out.items()])
         yield finding(
@@ -248,7 +242,6 @@ def _examined_blocks(subject: Subject, examined: Examined, at: str) -> Iterator[
         yield _range_figure(subject, examined, at)
     yield _casts_table(subject, examined, at)
     yield _layers_table(subject, examined, at)
-    yield from gradient_tables(subject, examined, at)
 
 
 def _gemm_figure(subject: Subject, examined: Examined, at: str) -> Figure:
