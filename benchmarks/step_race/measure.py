@@ -95,7 +95,7 @@ def measure(case: StepRaceCase, bench: Bench) -> Measurement:
 def _consecutive(
     entries: Sequence[Entry], bench: Bench, what: str, blocks: int, seconds: float
 ) -> Timing:
-    from stepscope.measure.consecutive import time_consecutive
+    from step_race.consecutive import time_consecutive
 
     return time_consecutive(
         {entry.racer.name: entry.step.run for entry in entries},
@@ -293,6 +293,6 @@ class Field:
 
 def _timed(entry: Entry, device: Device, least: int, seconds: float) -> list[float]:
     """Milliseconds of consecutive steps."""
-    from stepscope.measure.consecutive import consecutive_steps
+    from step_race.consecutive import consecutive_steps
 
     return consecutive_steps(entry.step.run, device, seconds, least)[1]
