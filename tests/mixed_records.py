@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from fp8_records import gradients, tensors_record, training_record
+from fp8_records import tensors_record, training_record
 from grading_records import criterion_record, speed_record
 from own_records import inspected_record, own_record, tried
 from parallel_records import (
@@ -156,7 +156,7 @@ def mixed_records() -> dict[str, list[Record]]:
         ],
         "fp8": [
             tensors_record(),
-            tensors_record(size="medium", gradients=gradients()),
+            tensors_record(size="medium"),
             training_record(),
             training_record(1, diverged_at=2),
             *(

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from stepscope.analysis.conclusions import deduced
 from stepscope.errors import some
-from stepscope.kernels.fp8.recipe import E4M3, E5M2, TENSORWISE
+from stepscope.kernels.fp8.recipe import E5M2, TENSORWISE
 from stepscope.report.blocks import Block, Cell, Figure, Finding, Table, Value
 from stepscope.report.format import counted, percent
 from stepscope.report.tables import col, cols, failed_table, table
@@ -237,9 +237,6 @@ def _training_table(subject: Subject, at: str) -> Table:
 
 def _examined_blocks(subject: Subject, examined: Examined, at: str) -> Iterator[Block]:
     yield _gemm_figure(subject, examined, at)
-    if len(examined.steps) > 1:
-        yield _underflow_figure(subject, examined, at)
-        yield _range_figure(subject, examined, at)
     yield _casts_table(subject, examined, at)
     yield _layers_table(subject, examined, at)
 
@@ -256,52 +253,6 @@ def _gemm_figure(subject: Subject, examined: Examined, at: str) -> Figure:
         x_label=f"the {len(shown)} layers with the largest error",
         y_label="error against float64, relative",
         caption="e4m3 with one scale per tensor; the largest of all probes.",
-    )
-
-
-def _underflow_figure(subject: Subject, examined: Examined, at: str) -> Figure:
-    chosen = sorted(examined.layers, key=lambda layer: -layer.underflow("gradient"))[:6]
-    return Figure(
-        name=f"fp8-underflow{at}",
-        title=f"Underflow of the gradients of {subject.name} over training",
-        curves=tuple(
-            curve(
-                layer.name,
-                (
-                    (float(probe.step), probe.casts["gradient"][E4M3][TENSORWISE].underflow)
-                    for probe in layer.probes
-                ),
-            )
-            for layer in chosen
-        ),
-        x_label="step",
-        y_label="share of nonzero values that become zero",
-        caption="e4m3 with one scale per tensor; the layers with the most underflow.",
-    )
-
-
-def _range_figure(subject: Subject, examined: Examined, at: str) -> Figure:
-    def largest(role: str, step: int) -> float:
-        return max(
-            probe.amax[role]
-            for layer in examined.layers
-            for probe in layer.probes
-            if probe.step == step
-        )
-
-    return Figure(
-        name=f"fp8-amax{at}",
-        title=f"Largest absolute values of {subject.name} over training",
-        curves=tuple(
-            curve(
-                _ROLES[role],
-                ((float(step), max(largest(role, step), 1e-30)) for step in examined.steps),
-            )
-            for role in ROLES
-        ),
-        x_label="step",
-        y_label="amax, largest of all layers",
-        y_log=True,
     )
 
 
