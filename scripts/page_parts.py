@@ -73,9 +73,8 @@ def _drawn(block: Figure | Timeline) -> str:
 
 
 def readable(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Yield what a page shows. Tables of `LONG` rows, published figures, and shares of numbers in
-    the table before, and flame graphs are in the page that `stepscope report` makes of the
-    records."""
+    """Yield what a page shows. Tables of `LONG` rows and flame graphs are in the page that
+    `stepscope report` makes of the records."""
     for block in blocks:
         match block:
             case Flame():
