@@ -181,7 +181,6 @@ def mixed_records() -> dict[str, list[Record]]:
                     ("nested", 290, 18.0),
                 )
             ),
-            checkpointing_record("1", peak=300 << 20, budget_gib=0.5),
             *(
                 checkpointing_record(str(2**index), status=status, reason=FAILURES[status])
                 for index, status in enumerate(FAILURES, start=1)
