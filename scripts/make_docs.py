@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["STEPSCOPE_STUDIES"] = "step_race"
+os.environ["STEPSCOPE_STUDIES"] = "step_race,step_loss"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from acceleration_page import PAGE as ACCELERATE

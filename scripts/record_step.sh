@@ -24,7 +24,7 @@
 #   WORK        folder of intermediate files (stepscope-out/step)
 set -uo pipefail
 cd "$(dirname "$0")/.."
-export STEPSCOPE_STUDIES=step_race PYTHONPATH=benchmarks
+export STEPSCOPE_STUDIES=step_race,step_loss PYTHONPATH=benchmarks
 python=${PYTHON:-.venv/bin/python}
 results=${RESULTS:-results}
 work=${WORK:-stepscope-out/step}
@@ -81,11 +81,11 @@ part() { # NAME, or NAME:SOME,NAMES
     loss)
         for seed in 0 1 2; do
             # shellcheck disable=SC2086 # several names
-            run "loss-$seed" 400 step --part loss --seeds "$seed" ${only:+--loss-only $only} \
+            run "loss-$seed" 400 step-loss --seeds "$seed" ${only:+--only $only} \
                 > "$work/loss-$seed.txt" 2>&1 &
         done
         wait
-        keep step-loss loss-0 loss-1 loss-2
+        keep loss-all loss-0 loss-1 loss-2
         ;;
     ladder)
         run ladder 240 step --part ladder waterfall
@@ -148,12 +148,13 @@ if [ $# -eq 0 ] && [ -n "$missing" ]; then
     echo "== not concatenated: a part is missing; record it, then concatenate the files of $results" >&2
     exit 1
 elif [ $# -eq 0 ]; then
-    rm -f "$results/step-race_h200.jsonl"
-    for study in step race compile; do
+    rm -f "$results"/step-*_h200.jsonl
+    for study in step race loss compile; do
         cat "$results/$study"-*.jsonl > "$work/$study.jsonl" && rm "$results/$study"-*.jsonl
     done
     mv "$work/step.jsonl" "$results/step_h200.jsonl"
     mv "$work/race.jsonl" "$results/step-race_h200.jsonl"
+    mv "$work/loss.jsonl" "$results/step-loss_h200.jsonl"
     mv "$work/compile.jsonl" "$results/compile_h200.jsonl"
     "$python" scripts/make_docs.py
 fi

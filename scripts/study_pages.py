@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from energy_page import energy_section
 from page_parts import bullets, figure_files, origin, readable, shown
 from pieces_page import pieces_section
+from step_loss import STUDY as STEP_LOSS
 from step_race import STUDY as STEP_RACE
 
 from stepscope.records.jsonl import read_records
@@ -70,7 +71,7 @@ PAGES = {
             "Every variant that was tried": ("step-heats",),
             "Not measured": ("step-lost", "step-race-lost"),
         },
-        (STEP_RACE,),
+        (STEP_RACE, STEP_LOSS),
         lambda results: (*energy_section(results), *pieces_section(results)),
     ),
     "compile.md": Page(

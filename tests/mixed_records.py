@@ -18,7 +18,6 @@ from precision_records import autocast_record, dot_record, square_record, sum_re
 from rehearsal_records import recorded_record
 from step_records import (
     compile_record,
-    loss_record,
     rung_record,
     waterfall_record,
 )
@@ -224,13 +223,11 @@ def mixed_records() -> dict[str, list[Record]]:
         "step": [
             rung_record("start", "start"),
             rung_record("bf16", "first", step=40.0),
-            loss_record("start", 0, [9.0 - 0.1 * step for step in range(50)]),
-            loss_record("bf16", 0, [9.0 - 0.1 * step for step in range(50)]),
             waterfall_record("start"),
             waterfall_record("graph", replay=0.5),
             rung_record("flash", "alone", status="oom", reason=FAILURES["oom"]),
+            rung_record("fused-loss", "alone", status="error", reason=FAILURES["error"]),
             rung_record("graph", "so far", status="skipped", reason=FAILURES["skipped"]),
-            loss_record("graph", 0, (), status="error", reason=FAILURES["error"]),
             waterfall_record("compile", status="timeout", reason=FAILURES["timeout"]),
         ],
         "own": [

@@ -14,6 +14,7 @@ from energy_parts import (
     PASSES,
     UPDATES,
 )
+from step_loss.cases import LossFlags, loss_cases
 from step_race.cases import RaceFlags, StepRaceCase, race_cases
 from step_race.energy import Energy, energy_quantities
 
@@ -56,9 +57,9 @@ def rung_record(
 
 
 def loss_record(rung: str, seed: int, losses: Sequence[float], **changes: Any) -> Record:
-    case = next(c for c in _cases("loss", seeds=(seed,)) if c.rung == rung)
+    case = next(c for c in loss_cases(LossFlags(seeds=(seed,))) if c.rung == rung)
     series = (Series(name="loss", unit="nats", values=tuple(losses)),)
-    return _record(case, changes, series=series)
+    return planted("step-loss", case, changes, known={"ceilings": CEILINGS}, series=series)
 
 
 def waterfall_record(

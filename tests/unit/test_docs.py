@@ -187,12 +187,12 @@ def test_pages_of_the_fast_step_are_generated_from_their_records(
     records = [
         rung_record(step=100.0),
         rung_record("bf16", "first", step=40.0),
-        loss_record("start", 0, falling),
         waterfall_record(),
         waterfall_record("graph", status="oom", reason="too large"),
     ]
     write_records(records, tmp_path / "step_h200.jsonl")
     write_records([step_race_record()], tmp_path / "step-race_h200.jsonl")
+    write_records([loss_record("start", 0, falling)], tmp_path / "step-loss_h200.jsonl")
     write_records([compile_record(), compile_record("attention")], tmp_path / "compile_h200.jsonl")
     write_records([technique_record(), card_record()], tmp_path / "levers_h200.jsonl")
     pages = study_pages(tmp_path)

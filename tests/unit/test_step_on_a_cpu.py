@@ -6,39 +6,13 @@ import json
 import os
 from pathlib import Path
 
-import pytest
-
 from command_line import CommandLine
 from stepscope.cli.commands.run import PresetCases, StudyCases
-from stepscope.measure.device import CpuDevice
 from stepscope.studies.registry import find_study
 from stepscope.studies.step.cases import StepFlags
 
 STUDY = find_study("step")
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.mark.parametrize(
-    ("flags", "rungs"),
-    [
-        ({"loss_only": ("fused-projections",)}, {"fused-projections"}),
-        ({"loss_only": ("flash",)}, {"flash"}),
-        ({"loss_only": ("flash", "fused-projections")}, {"flash", "fused-projections"}),
-        ({"loss_rungs": ("tf32", "flash")}, {"start", "tf32", "flash"}),
-    ],
-)
-def test_requested_rungs_are_cases_even_if_a_change_does_not_apply(
-    flags: dict[str, tuple[str, ...]], rungs: set[str]
-) -> None:
-    lacks = CpuDevice().lacks()
-    cases = STUDY.cases_here(StepFlags(part=("loss",), **flags), lacks)  # type: ignore[arg-type]
-    assert {case.rung for case in cases} == rungs
-    for case in cases:
-        absent = case.rung in ("fused-projections", "tf32")
-        assert bool(set(case.needs) & set(lacks)) is absent
-        assert not absent or case.seed == 0
-    here = StepFlags(part=("ladder", "loss"))
-    assert STUDY.cases_here(here, ()) == STUDY.cases(here)
 
 
 def test_on_a_cpu_the_quick_preset_replaces_default_flags() -> None:
@@ -58,14 +32,15 @@ def test_on_a_cpu_changes_that_do_not_apply_are_skipped_rows(cli: CommandLine) -
     assert statuses == {"start": "ok", "tf32": "skipped", "flash": "ok"}
 
 
-def test_ladder_and_loss_run_from_the_command_line(cli: CommandLine) -> None:
+def test_loss_curves_run_from_the_command_line(cli: CommandLine) -> None:
+    cli.environment["STEPSCOPE_STUDIES"] = "step_loss"
+    cli.environment["PYTHONPATH"] += f"{os.pathsep}{BENCHMARKS}"
     done = cli.line(
-        "run step --device cpu --part ladder loss --size tiny --context 8 --batch 1 --vocab"
-        " 32 --rungs flash fused-optimizer --warmup 0 --steps 1 --min-seconds 0 --loss-size tiny"
-        " --loss-context 8 --loss-steps 4 --loss-rungs flash --seeds 0 --json"
+        "run step-loss --device cpu --size tiny --context 8 --vocab 32 --steps 4 --rungs flash"
+        " --seeds 0 --json"
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["status"] == {"ok": 4, "skipped": 1}
+    assert json.loads(done.stdout)["status"] == {"ok": 2}
 
 
 def test_a_race_runs_from_the_command_line(cli: CommandLine) -> None:

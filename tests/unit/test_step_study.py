@@ -1,16 +1,14 @@
-"""The step study: ladder, training text and report blocks."""
+"""The step study: ladder and report blocks."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, get_args
 
 import msgspec
-import numpy as np
 import pytest
 
 from sample_records import environment, times
-from step_records import loss_record, rung_record, waterfall_record
+from step_records import rung_record, waterfall_record
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.records.schema import Quantity, Record
@@ -19,29 +17,11 @@ from stepscope.studies.page import make_page
 from stepscope.studies.registry import find_study
 from stepscope.studies.step.cases import Part, StepFlags
 from stepscope.studies.step.ladder import RUNGS, climbed, ladder, start
-from stepscope.studies.step.measure import FOLLOWERS, begin_again, entropy, sequences
-from stepscope.studies.step.rows import ladders, loss_curves
+from stepscope.studies.step.rows import ladders
 from stepscope.training.transformer import TransformerStep
 
 STUDY = find_study("step")
 FIRST = start("small", "2025", 512, 4, {})
-
-
-def test_begin_again_resets_master_weights() -> None:
-    work = msgspec.structs.replace(
-        start("tiny", "tiny", 8, 1, {"vocab": 32, "n_layers": 1}),
-        dtype="bfloat16-master",
-        optimizer="stepscope-fused",
-    )
-    step = TransformerStep(work, CpuDevice())
-    before = [parameter.detach().clone() for parameter in step.model.parameters()]
-    step.run_phases()
-    begin_again(step, before)
-    for parameter, initial in zip(step.model.parameters(), before, strict=True):
-        assert parameter.equal(initial)
-        state = step.optimizer.state[parameter]
-        assert state["master"].equal(initial.float())
-        assert not any(state[name].any() for name in ("step", "exp_avg", "exp_avg_sq"))
 
 
 class TestLadder:
@@ -95,28 +75,6 @@ class TestLadder:
     def test_invalid_flags_are_rejected(self, flags: dict[str, object], message: str) -> None:
         with pytest.raises(UsageError, match=message):
             STUDY.cases(StepFlags(**flags))  # type: ignore[arg-type]
-
-
-class TestText:
-    def test_the_seed_selects_rows_of_one_markov_chain(self) -> None:
-        first, again = (sequences(50, 40, 1000, seed=3) for _ in "ab")
-        other = sequences(50, 40, 1000, seed=4)
-        np.testing.assert_array_equal(first, again)
-        assert not np.array_equal(first, other)
-        followers: dict[int, set[int]] = {}
-        for row in (*first, *other):
-            for word, after in itertools.pairwise(row):
-                followers.setdefault(int(word), set()).add(int(after))
-        assert max(map(len, followers.values())) <= FOLLOWERS
-
-    def test_words_are_within_a_small_vocabulary(self) -> None:
-        rows = sequences(10, 30, 7, seed=0)
-        assert rows.min() >= 0
-        assert rows.max() < 7
-
-    def test_entropy_is_that_of_the_next_word(self) -> None:
-        shares = 1 / np.arange(1, 9) / (1 / np.arange(1, 9)).sum()
-        assert entropy() == pytest.approx(-(shares * np.log(shares)).sum())
 
 
 def test_steps_with_shared_weights_train_the_same_tensors() -> None:
@@ -229,49 +187,6 @@ class TestPage:
             shown.append(self.blocks(record)["step-ladder"].rows[0][-2])
         assert shown == [None, 8192]
 
-    def test_curves_are_compared_with_the_same_seed(self) -> None:
-        falling = [9.0 - step * 0.1 for step in range(50)]
-        records = [
-            *(loss_record("start", seed, [value + seed for value in falling]) for seed in (0, 1)),
-            loss_record("bf16", 0, [value * 1.001 for value in falling]),
-            loss_record("bf16", 1, [(value + 1) * 0.998 for value in falling]),
-            loss_record("flash", 0, [value * 1.02 for value in falling]),
-        ]
-        curves = loss_curves(STUDY.results(records))
-        assert curves["bf16"].apart(curves["start"]) == pytest.approx(-0.002)
-        assert curves["start"].fell_by() == pytest.approx(1 - 5.3 / 10.0)
-        blocks = self.blocks(*records)
-        table = blocks["step-loss"]
-        assert [row[-1] for row in table.rows] == [None, "same", "deviates"]
-        figure = blocks["step-loss-apart"]
-        # In percent, each seed against the baseline with the same seed.
-        means = {curve.label: sum(curve.y) / len(curve.y) for curve in figure.curves}
-        assert means == pytest.approx({"bf16": -0.05, "flash": 2.0})
-        apart = blocks["step.loss-apart"]
-        assert (apart.values["flash"], apart.tone) == (pytest.approx(0.02), "warn")
-        assert "bf16" not in apart.values
-        assert apart.text.endswith(
-            " The final loss deviates by more than 0.5 %: flash attention (2.0 %)."
-        )
-        same = self.blocks(*records[:-1])["step.loss-same"]
-        assert (same.values["farthest"], same.tone) == ("bf16", "good")
-        assert same.values["apart"] == pytest.approx(0.002)
-        assert same.text == (
-            "In 50 steps the loss of the float32 step falls by 47.0 %. The other rungs (1) end"
-            " within 0.5 % of it; the largest deviation is 0.2 % (bfloat16 autocast)."
-        )
-
-    def test_without_learning_curves_are_not_compared(self) -> None:
-        flat = [9.0] * 20
-        blocks = self.blocks(loss_record("start", 0, flat), loss_record("bf16", 0, flat))
-        short = blocks["step.not-learnt"]
-        assert (short.values, short.tone) == ({"steps": 20, "fell_by": 0.0}, "warn")
-        assert short.conclusion == (
-            "That is too little to compare the other rungs: train for more steps."
-        )
-        table = blocks["step-loss"]
-        assert [row[-1] for row in table.rows] == [None, "too few steps"]
-
     def test_a_traced_rung_has_a_waterfall_of_its_replay(self) -> None:
         blocks = self.blocks(waterfall_record("start"), waterfall_record("graph", replay=0.5))
         assert isinstance(blocks["step-waterfall"], Timeline)
@@ -291,17 +206,6 @@ def test_the_ladder_and_the_waterfall_are_printed(capsys: pytest.CaptureFixture[
     assert "from 100 ms to 50.0 ms" in printed
     assert "Each change alone and cumulative" in printed
     assert "Where the time beyond the ideal goes" in printed
-
-
-def test_one_rung_can_be_trained_again() -> None:
-    all_cases = STUDY.cases(StepFlags(part=("loss",), seeds=(0,)))
-    again = STUDY.cases(StepFlags(part=("loss",), seeds=(0,), loss_only=("low-precision-grads",)))
-    assert [case.rung for case in again] == ["low-precision-grads"]
-    assert again[0] in all_cases
-    with pytest.raises(UsageError, match="rung"):
-        STUDY.cases(
-            StepFlags(part=("loss",), loss_rungs=("flash",), loss_only=("low-precision-grads",))
-        )
 
 
 def test_ladders_are_separate_by_size() -> None:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.analysis.conclusions import NOTHING, conclude, deduced
+from stepscope.analysis.conclusions import NOTHING, conclude
 from stepscope.analysis.effects import quotient
 from stepscope.records.stats import Summary
 from stepscope.report.blocks import Finding, Value
-from stepscope.report.format import counted, duration, number, percent
-from stepscope.studies.step.ladder import START, words
-from stepscope.studies.step.rows import AGREES_WITHIN, FALLS_BY, Ladder, LossCurve
+from stepscope.report.format import counted, duration, number
+from stepscope.studies.step.ladder import words
+from stepscope.studies.step.rows import Ladder
 from stepscope.views.builders import finding
 
 GAINS = 1.01
 """Smallest speedup that counts as a gain."""
 
 
-def step_findings(ladders: Sequence[Ladder], curves: dict[str, LossCurve]) -> Iterator[Finding]:
+def step_findings(ladders: Sequence[Ladder]) -> Iterator[Finding]:
     for ladder in ladders:
         if ladder.start is not None and len(ladder.climb) > 1:
             yield _climb(ladder, ladder.start)
             yield from _cpu_bound(ladder)
             yield from _not_measured(ladder)
-    yield from _loss(curves)
 
 
 def _climb(ladder: Ladder, start: Summary) -> Finding:
@@ -95,56 +94,4 @@ def _not_measured(ladder: Ladder) -> Iterator[Finding]:
             failed,
             {"ladder": ladder.name, "rows": len(failed), "reason": reason},
             tone="warn" if any(rung.record.status != "skipped" for rung in failed) else "info",
-        )
-
-
-def _loss(curves: dict[str, LossCurve]) -> Iterator[Finding]:
-    start = curves.get(START)
-    decrease = start.fell_by() if start is not None else None
-    if start is None or decrease is None:
-        return
-    steps = max(len(values) for values in start.by_seed.values())
-    text = f"In {steps} steps the loss of the float32 step falls by {percent(decrease)}."
-    values: dict[str, Value] = {"steps": steps, "fell_by": decrease}
-    if decrease < FALLS_BY:
-        yield finding(
-            "step.not-learnt",
-            text,
-            start.records,
-            values,
-            conclusion=deduced(
-                "That is too little to compare the other rungs: train for more steps."
-            ),
-            tone="warn",
-            timed=False,
-        )
-        return
-    deviations = {
-        rung: deviation
-        for rung, curve in curves.items()
-        if rung != START and (deviation := curve.apart(start)) is not None
-    }
-    records = [record for rung in (START, *deviations) for record in curves[rung].records]
-    wrong = {rung: share for rung, share in deviations.items() if abs(share) > AGREES_WITHIN}
-    if wrong:
-        listed = ", ".join(f"{words(rung)} ({percent(share)})" for rung, share in wrong.items())
-        yield finding(
-            "step.loss-apart",
-            f"{text} The final loss deviates by more than {percent(AGREES_WITHIN)}: {listed}.",
-            records,
-            {**values, **wrong},
-            tone="warn",
-            timed=False,
-        )
-    elif deviations:
-        farthest = max(deviations, key=lambda rung: abs(deviations[rung]))
-        largest = abs(deviations[farthest])
-        yield finding(
-            "step.loss-same",
-            f"{text} The other rungs ({len(deviations)}) end within {percent(AGREES_WITHIN)} of"
-            f" it; the largest deviation is {percent(largest)} ({words(farthest)}).",
-            records,
-            values | {"rungs": len(deviations), "farthest": farthest, "apart": largest},
-            tone="good",
-            timed=False,
         )
