@@ -16,7 +16,7 @@ from stepscope.studies.attention.workload import (
 )
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.flash.accuracy import errors
-from stepscope.studies.flash.cases import AttentionRaceCase, FlashCase, GridCase, TilesCase
+from stepscope.studies.flash.cases import AttentionRaceCase, FlashCase, GridCase
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
@@ -34,8 +34,6 @@ def measure(case: FlashCase, bench: Bench) -> Measurement:
             return _measure_grid(case, bench)
         case AttentionRaceCase():
             return _measure_race(case, bench)
-        case TilesCase():
-            raise CaseSkipped("tiles are timed by scripts/tune_tiles.py")
 
 
 def _measure_grid(case: GridCase, bench: Bench) -> Measurement:
