@@ -40,18 +40,18 @@ from energy_parts import (
 )
 from step_matmuls import step_matmuls
 from step_parts import NARROW, Call, Setting, attention, gemms, passes, peers_gemms, updates
+from step_race.energy import measure_energy
+from step_race.measure import Field
+from step_race.races import RACES as ALL_RACES
+from step_race.races import Racer, racers
 
 from stepscope.analysis.predict.plan import LOW_PRECISION_GRADS
 from stepscope.errors import UsageError, first_cause
 from stepscope.measure.device import Device, pick_device
-from stepscope.measure.energy import measure_energy
 from stepscope.measure.environment import describe
 from stepscope.measure.timer import Phase
 from stepscope.model.checkpointing import NONE
 from stepscope.model.config import ModelConfig
-from stepscope.studies.step.race import Field
-from stepscope.studies.step.races import RACES as ALL_RACES
-from stepscope.studies.step.races import Racer, racers
 from stepscope.training.captured import captured
 from stepscope.training.workload import Workload
 

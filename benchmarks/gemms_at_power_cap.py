@@ -21,15 +21,15 @@ from typing import NamedTuple
 import torch
 from energy_by_part import Call, repeated
 from step_matmuls import block_groups
+from step_race.energy import Energy, measure_energy
+from step_race.races import RACES as ALL_RACES
+from step_race.races import racers
 from torch import Tensor
 
 from stepscope.kernels.autotune import autotuned_matmuls
 from stepscope.kernels.matmul import matmul_to_dtype
 from stepscope.measure.device import Device, pick_device
-from stepscope.measure.energy import Energy, measure_energy
 from stepscope.model.config import ModelConfig
-from stepscope.studies.step.races import RACES as ALL_RACES
-from stepscope.studies.step.races import racers
 
 SETS = 3
 """Sets of operands, so that none is in the cache because of the previous launch."""

@@ -25,6 +25,9 @@ from paired_ratio import STUDY as AGAINST_TORCH
 from paired_ratio import paired
 from rehearsal_check import STUDY as REHEARSAL_CHECK
 from rehearsal_check.view import Row, check_of
+from step_race import STUDY as STEP
+from step_race.rows import StepRace
+from step_race.rows import races as step_races
 
 from stepscope.errors import StepscopeError, UsageError, no_such_file
 from stepscope.records.jsonl import read_records
@@ -38,9 +41,6 @@ from stepscope.studies.flash import STUDY as FLASH
 from stepscope.studies.flash.races import Comparison, compared, geometric_mean, lowest, short_races
 from stepscope.studies.flash.rows import OURS, AttentionRace
 from stepscope.studies.flash.rows import races as attention_races
-from stepscope.studies.step import STUDY as STEP
-from stepscope.studies.step.rows import StepRace
-from stepscope.studies.step.rows import races as step_races
 
 ROOT = Path(__file__).resolve().parent.parent
 GOALS = Path(__file__).with_suffix(".toml")
@@ -124,7 +124,7 @@ def _value(case: str, measured: Ratio | Summary | Interval | float | None) -> Va
 def _step_values(
     goal: Goal, evidence: Evidence, measured: Callable[[StepRace], Value]
 ) -> Iterator[Value]:
-    by_name = {race.name: race for race in step_races(STEP.results(evidence.of("step")))}
+    by_name = {race.name: race for race in step_races(STEP.results(evidence.of("step-race")))}
     for name in goal.case:
         case = name if goal.side == "stepscope" else f"{name} {goal.side}"
         value = measured(by_name[name]) if name in by_name else Value(case)

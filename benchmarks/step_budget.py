@@ -15,13 +15,13 @@ import sys
 from typing import NamedTuple
 
 from step_matmuls import HEAD, step_matmuls
+from step_race.races import RACES, RaceSpec, race_spec
 
 from stepscope.analysis.ideal import operations
 from stepscope.errors import UsageError
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import flops, parameters
 from stepscope.model.sizes import find_size, with_overrides
-from stepscope.studies.step.races import RACES, RaceSpec, race_spec
 
 PROCESSORS = 132
 TILES = {(128, 256): 1.0, (256, 128): 1.0, (128, 192): 0.97, (128, 128): 0.9, (64, 256): 0.88}

@@ -26,7 +26,6 @@ SECTIONS = {
 OF_KERNELS = {
     "Accuracy": ("flash-errors", "flash-error-misses"),
     "What ran": ("flash-kernels",),
-    "The kernels": ("flash-health",),
 }
 
 

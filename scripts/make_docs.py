@@ -1,5 +1,5 @@
-"""Generate docs/ pages, the README's table, the numbers in the prose of hand-written pages and our
-published figures from the records in results/.
+"""Generate docs/ pages, the README's table, the numbers in the prose of hand-written pages
+from the records in results/.
 
 python scripts/make_docs.py           write them
 python scripts/make_docs.py --check   report whether they match the records
@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+os.environ["STEPSCOPE_STUDIES"] = "step_race,step_loss"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from acceleration_page import PAGE as ACCELERATE
 from acceleration_page import with_tables
@@ -31,7 +35,6 @@ from loop_parts import loop_pages
 from memory_page import memory_pages
 from page_parts import bullets, lines_of, tables
 from parallel_page import parallel_pages
-from published_figures import published_h200
 from readme_part import with_figures
 from study_pages import study_pages
 from walkthrough_page import walkthrough_pages
@@ -50,7 +53,6 @@ README, LIMITS = "README.md", "docs/limits.md"
 PAGES = "docs/results"
 RECORDS = ROOT / "results" / "h200.jsonl"
 PEERS = ROOT / "results" / "course-reference-model_h200.json"
-PUBLISHED = "src/stepscope/published/h200.toml"
 TILES = ROOT / "results" / "attention-tiles_h200.jsonl"
 FLASH = ROOT / "results" / "flash_h200.jsonl"
 FLASH_RACES = ROOT / "results" / "flash-race_h200.jsonl"
@@ -231,7 +233,6 @@ def main() -> int:
         README: with_figures((ROOT / README).read_text(), results),
         LIMITS: with_goals((ROOT / LIMITS).read_text(), results),
         ACCELERATE: with_tables((ROOT / ACCELERATE).read_text(), results),
-        PUBLISHED: published_h200(read_records(RECORDS), json.loads(PEERS.read_text())),
         **course_files(ROOT),
         **loop_pages(ROOT),
         **{f"{PAGES}/{name}": text for name, text in in_results.items()},

@@ -18,7 +18,6 @@ from stepscope.report.text import markdown
 
 FIGURES = "figures"
 LONG = 60
-_ONLY_IN_REPORTS = ("published",)
 END = "<!-- until here -->"
 """Comment after a generated part of a page."""
 
@@ -74,14 +73,13 @@ def _drawn(block: Figure | Timeline) -> str:
 
 
 def readable(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Yield what a page shows. Tables of `LONG` rows, published figures, and shares of numbers in
-    the table before, and flame graphs are in the page that `stepscope report` makes of the
-    records."""
+    """Yield what a page shows. Tables of `LONG` rows and flame graphs are in the page that
+    `stepscope report` makes of the records."""
     for block in blocks:
         match block:
             case Flame():
                 continue
-            case Table() if len(block.rows) >= LONG or block.name.endswith(_ONLY_IN_REPORTS):
+            case Table() if len(block.rows) >= LONG:
                 continue
             case _:
                 yield block

@@ -11,6 +11,9 @@ from acceleration_page import SPEEDS, speeds_of
 from attention_sections import mean_of_auto
 from fp8_page import STEPS, steps_of
 from page_parts import lines_of, replaced
+from step_race import STUDY as STEP
+from step_race.rows import races
+from step_race.view import lead_cell
 
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
 from stepscope.advisor.advise.outcome import Tried, best_of
@@ -20,9 +23,6 @@ from stepscope.report.blocks import Cell, Column, Interval, Table
 from stepscope.report.format import duration
 from stepscope.report.text import markdown
 from stepscope.report.verdict import verdict_lines
-from stepscope.studies.step import STUDY as STEP
-from stepscope.studies.step.rows import races
-from stepscope.studies.step.view import lead_cell
 
 BEGIN = "<!-- one H200: made by scripts/make_docs.py -->"
 VERDICT = "<!-- verdict: made by scripts/make_docs.py -->"
@@ -96,7 +96,7 @@ def _in_fp8(results: Path) -> Iterator[Row]:
 
 
 def _steps(results: Path) -> Iterator[Row]:
-    raced = races(STEP.results(read_records(results / "step_h200.jsonl")))
+    raced = races(STEP.results(read_records(results / "step-race_h200.jsonl")))
     leads = [(race.spec, lead) for race in raced if (lead := race.lead()) is not None]
     for which, (spec, lead) in _extremes(leads, lambda one: one[1].value):
         yield (

@@ -24,6 +24,7 @@
 #   WORK        folder of intermediate files (stepscope-out/step)
 set -uo pipefail
 cd "$(dirname "$0")/.."
+export STEPSCOPE_STUDIES=step_race,step_loss PYTHONPATH=benchmarks
 python=${PYTHON:-.venv/bin/python}
 results=${RESULTS:-results}
 work=${WORK:-stepscope-out/step}
@@ -53,9 +54,9 @@ keep() { # FILE FOLDER...: concatenate the newest runs of these folders
 }
 
 race() { # RACE MODE: mode of the fully compiled model, which is tried last
-    run "$1" 480 step --part race --race "$1" --heat-seconds 170 --form-seconds 150 --min-seconds 6 \
+    run "$1" 480 step-race --race "$1" --heat-seconds 170 --form-seconds 150 --min-seconds 6 \
         --forms "${forms[@]}" "baseline: model $2 sdpa_cudnn"
-    keep "step-$1" "$1"
+    keep "race-$1" "$1"
 }
 
 part() { # NAME, or NAME:SOME,NAMES
@@ -74,17 +75,17 @@ part() { # NAME, or NAME:SOME,NAMES
         done
         ;;
     race-long)
-        run 8b 360 step --part race --race 8b-32768 --scopes block --modes default --rounds 3 --blocks 2
-        keep step-long 8b
+        run 8b 360 step-race --race 8b-32768 --scopes block --modes default --rounds 3 --blocks 2
+        keep race-long 8b
         ;;
     loss)
         for seed in 0 1 2; do
             # shellcheck disable=SC2086 # several names
-            run "loss-$seed" 400 step --part loss --seeds "$seed" ${only:+--loss-only $only} \
+            run "loss-$seed" 400 step-loss --seeds "$seed" ${only:+--only $only} \
                 > "$work/loss-$seed.txt" 2>&1 &
         done
         wait
-        keep step-loss loss-0 loss-1 loss-2
+        keep loss-all loss-0 loss-1 loss-2
         ;;
     ladder)
         run ladder 240 step --part ladder waterfall
@@ -124,10 +125,10 @@ part() { # NAME, or NAME:SOME,NAMES
             ${only:-xl-512 2.7b-512 xl-2048 2.7b-2048} --out "$results/energy-by-part_h200.jsonl"
         ;;
     tuned)
-        run tuned 400 step --part race --race 2.7b-512 --modes reduce-overhead max-autotune \
+        run tuned 400 step-race --race 2.7b-512 --modes reduce-overhead max-autotune \
             --attentions sdpa_cudnn --form-seconds 250 --heat-seconds 300 --min-seconds 6 \
             --forms 'baseline: block' 'stepscope: eager auto fused projections optimizer-in-backward graph'
-        keep step-tuned tuned
+        keep race-tuned tuned
         ;;
     *)
         echo "$1 is not a part" >&2
@@ -147,8 +148,13 @@ if [ $# -eq 0 ] && [ -n "$missing" ]; then
     echo "== not concatenated: a part is missing; record it, then concatenate the files of $results" >&2
     exit 1
 elif [ $# -eq 0 ]; then
-    for study in step compile; do
-        cat "$results/$study"-*.jsonl > "$results/${study}_h200.jsonl" && rm "$results/$study"-*.jsonl
+    rm -f "$results"/step-*_h200.jsonl
+    for study in step race loss compile; do
+        cat "$results/$study"-*.jsonl > "$work/$study.jsonl" && rm "$results/$study"-*.jsonl
     done
+    mv "$work/step.jsonl" "$results/step_h200.jsonl"
+    mv "$work/race.jsonl" "$results/step-race_h200.jsonl"
+    mv "$work/loss.jsonl" "$results/step-loss_h200.jsonl"
+    mv "$work/compile.jsonl" "$results/compile_h200.jsonl"
     "$python" scripts/make_docs.py
 fi

@@ -14,10 +14,6 @@ from stepscope.studies.fp8.cases import (
     ROLES,
     CastLoss,
     GemmLoss,
-    GradientError,
-    GradientPass,
-    GradientProbe,
-    LayerGroup,
     LayerProbe,
     TensorsCase,
     TrainingCase,
@@ -71,43 +67,7 @@ def probe(
     )
 
 
-def gradients(
-    all_: float | None = 0.03, *, query: float | None = 0.019, output: float | None = 0.028
-) -> GradientProbe:
-    """Gradients with these errors with FP8 in all layers, and in all but those of a group."""
-
-    def one(fp8: str, layers: str, weights: int, error: float | None) -> GradientPass:
-        of = GradientError(error=error, slope=None if error is None else 0.994)
-        return GradientPass(
-            fp8=fp8,
-            layers=layers,
-            weights=weights,
-            loss=None if error is None else 2.0002,
-            total=of,
-            kinds={"embedding": of, "blocks.*.attention.query": of},
-        )
-
-    names = ("attention.query", "attention.output")
-    return GradientProbe(
-        step=100,
-        arithmetic="emulated",
-        loss=2.0,
-        groups=tuple(LayerGroup(name=name, patterns=(f"blocks.*.{name}",)) for name in names),
-        passes=(
-            one("none", "", 0, 0.006),
-            one("all", "", 100, all_),
-            one("only", "attention.query", 30, 0.024),
-            one("only", "attention.output", 10, 0.012),
-            one("without", "attention.query", 70, query),
-            one("without", "attention.output", 90, output),
-            one("without", "the first and last block", 60, 0.025),
-        ),
-    )
-
-
-def tensors_record(
-    *probes: LayerProbe, size: str = "small", gradients: GradientProbe | None = None, **changes: Any
-) -> Record:
+def tensors_record(*probes: LayerProbe, size: str = "small", **changes: Any) -> Record:
     study = find_study("fp8")
     (case,) = study.cases(study.flags(size=(size,), part=("tensors",)))
     assert isinstance(case, TensorsCase)
@@ -122,7 +82,6 @@ def tensors_record(
         attachments={
             "probes": msgspec.to_builtins(listed),
             "left_out": {"head": "the head: the last linear layer, read by the loss"},
-            **({"gradients": msgspec.to_builtins(gradients)} if gradients is not None else {}),
         },
         **changes,
     )

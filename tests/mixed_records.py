@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from fp8_records import gradients, tensors_record, training_record
+from fp8_records import tensors_record, training_record
 from grading_records import criterion_record, speed_record
 from own_records import inspected_record, own_record, tried
 from parallel_records import (
@@ -18,9 +18,7 @@ from precision_records import autocast_record, dot_record, square_record, sum_re
 from rehearsal_records import recorded_record
 from step_records import (
     compile_record,
-    loss_record,
     rung_record,
-    step_race_record,
     waterfall_record,
 )
 from stepscope.records.schema import Record
@@ -157,7 +155,7 @@ def mixed_records() -> dict[str, list[Record]]:
         ],
         "fp8": [
             tensors_record(),
-            tensors_record(size="medium", gradients=gradients()),
+            tensors_record(size="medium"),
             training_record(),
             training_record(1, diverged_at=2),
             *(
@@ -182,7 +180,6 @@ def mixed_records() -> dict[str, list[Record]]:
                     ("nested", 290, 18.0),
                 )
             ),
-            checkpointing_record("1", peak=300 << 20, budget_gib=0.5),
             *(
                 checkpointing_record(str(2**index), status=status, reason=FAILURES[status])
                 for index, status in enumerate(FAILURES, start=1)
@@ -226,16 +223,12 @@ def mixed_records() -> dict[str, list[Record]]:
         "step": [
             rung_record("start", "start"),
             rung_record("bf16", "first", step=40.0),
-            loss_record("start", 0, [9.0 - 0.1 * step for step in range(50)]),
-            loss_record("bf16", 0, [9.0 - 0.1 * step for step in range(50)]),
             waterfall_record("start"),
             waterfall_record("graph", replay=0.5),
-            step_race_record(peaks={"baseline": 70.0, "stepscope": 60.0}),
             rung_record("flash", "alone", status="oom", reason=FAILURES["oom"]),
+            rung_record("fused-loss", "alone", status="error", reason=FAILURES["error"]),
             rung_record("graph", "so far", status="skipped", reason=FAILURES["skipped"]),
-            loss_record("graph", 0, (), status="error", reason=FAILURES["error"]),
             waterfall_record("compile", status="timeout", reason=FAILURES["timeout"]),
-            step_race_record("xl-512", status="oom", reason=FAILURES["oom"]),
         ],
         "own": [
             own_record(),

@@ -14,14 +14,16 @@ from energy_parts import (
     PASSES,
     UPDATES,
 )
+from step_loss.cases import LossFlags, loss_cases
+from step_race.cases import RaceFlags, StepRaceCase, race_cases
+from step_race.energy import Energy, energy_quantities
 
 from sample_records import planted, times
 from stepscope.analysis.trace.summarize import summarize
-from stepscope.measure.energy import Energy, energy_quantities
 from stepscope.records.schema import Ceiling, Quantity, Record, Series
 from stepscope.studies.compile.cases import CompileFlags
 from stepscope.studies.registry import find_study
-from stepscope.studies.step.cases import StepCase, StepFlags, StepRaceCase
+from stepscope.studies.step.cases import StepCase, StepFlags
 from trace_files import training_step
 
 CEILINGS = (
@@ -55,9 +57,9 @@ def rung_record(
 
 
 def loss_record(rung: str, seed: int, losses: Sequence[float], **changes: Any) -> Record:
-    case = next(c for c in _cases("loss", seeds=(seed,)) if c.rung == rung)
+    case = next(c for c in loss_cases(LossFlags(seeds=(seed,))) if c.rung == rung)
     series = (Series(name="loss", unit="nats", values=tuple(losses)),)
-    return _record(case, changes, series=series)
+    return planted("step-loss", case, changes, known={"ceilings": CEILINGS}, series=series)
 
 
 def waterfall_record(
@@ -88,7 +90,7 @@ def step_race_record(
     `drawn` has the watts, ms and MHz of the energy measurement by side; `consecutive` the median
     step of each block by side.
     """
-    (case,) = _cases("race", race=(name,))
+    (case,) = race_cases(RaceFlags(race=(name,)))
     took = took or {
         "baseline: block default sdpa_flash": 100.0,
         "stepscope: model default auto": 80.0,
@@ -116,9 +118,11 @@ def step_race_record(
         "heats": heats,
         "excluded": {"baseline: model max-autotune sdpa_cudnn": "failed: OutOfMemoryError: full"},
     }
-    return _record(
+    return planted(
+        "step-race",
         case,
         changes,
+        known={"ceilings": CEILINGS},
         series=(*samples, *blocks),
         attachments=attachments,
         quantities=tuple(quantities),
@@ -127,9 +131,8 @@ def step_race_record(
 
 def tiny_race_case(**changes: Any) -> StepRaceCase:
     """A race that takes seconds on a CPU."""
-    case: StepRaceCase
-    (case,) = _cases(
-        "race", race=("tiny-64",), rounds=2, min_seconds=0.0, blocks=2, block_seconds=0.0
+    (case,) = race_cases(
+        RaceFlags(race=("tiny-64",), rounds=2, min_seconds=0.0, blocks=2, block_seconds=0.0)
     )
     small = {"context": 8, "batch": 1, "overrides": {"vocab": 32}}
     racers = tuple(

@@ -179,16 +179,13 @@ def checkpointing_record(
     *,
     peak: int = 1000 << 20,
     step: float = 10.0,
-    budget_gib: float | None = None,
     layers: int = 8,
     extra: Sequence[Quantity] = (),
     **changes: Any,
 ) -> Record:
     """One strategy of a step of `layers` blocks, with its peak in the backward."""
     study = find_study("checkpointing")
-    flags = study.flags(
-        size=("tiny",), context=(128,), layers=layers, checkpoint=(strategy,), budget_gib=budget_gib
-    )
+    flags = study.flags(size=("tiny",), context=(128,), layers=layers, checkpoint=(strategy,))
     case = study.cases(flags)[-1]
     peaks = {"": peak, "forward": 0.5 * peak, "loss": 0.6 * peak, "backward": peak}
     return planted(

@@ -13,11 +13,9 @@ from stepscope.views.program.rows import ProgramRecord
 
 
 @contextmanager
-def watching(
-    folder: Path, stop: bool = False, traced: int = 2, *, live: bool = False
-) -> Iterator[Watcher]:
+def watching(folder: Path, stop: bool = False, traced: int = 2) -> Iterator[Watcher]:
     effort = Effort(warmup=2, timed=5, traced=traced)
-    watcher = Watcher(folder, effort, "train.py", ["--fast"], stop=stop, live=live)
+    watcher = Watcher(folder, effort, "train.py", ["--fast"], stop=stop)
     watcher.start()
     try:
         yield watcher

@@ -13,16 +13,16 @@ from fp8_page import FILE as LEARNING
 from fp8_page import Learned, learned
 from memory_page import RECORDING
 from pieces_page import over_stepscope, races_of
+from step_race import STUDY as STEP
+from step_race.rows import StepRace, races
 
 from claims.records import Claim, lines_of, percents, records_of, spread
 from stepscope.records.stats import Summary, summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import number, percent
 from stepscope.studies.memory import STUDY as MEMORY
-from stepscope.studies.step import STUDY as STEP
-from stepscope.studies.step.rows import StepRace, races
 
-_RACES = "step_h200.jsonl"
+_RACES = "step-race_h200.jsonl"
 _LINEAR = "fp8-linear_h200.jsonl"
 _CPU_BOUND = "large_c512_b4_bfloat16_reference_train-step"
 

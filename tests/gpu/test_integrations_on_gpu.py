@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from command_line import CommandLine
 from stepscope.integrations.trainer_recording import TrainerRecording
 from stepscope.views.program.rows import ProgramRecord
 
@@ -155,27 +152,3 @@ while not Path(sys.argv[1]).exists():
 print("ended by itself")
 sys.exit(7)
 """
-
-
-def test_a_watched_script_shows_its_memory_and_what_limits_it(tmp_path: Path) -> None:
-    script, ending, errors = (tmp_path / name for name in ("train.py", "end", "stderr.txt"))
-    script.write_text(SCRIPT)
-    command = CommandLine(tmp_path)
-    plan = ("--warmup", "2", "--steps", "5", "--profiled-steps", "2")
-    words = command.command(("inspect", "--watch", *plan, str(script), str(ending)))
-    with errors.open("w") as file:
-        process = subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=file, text=True, env=command.environment
-        )
-        deadline = time.monotonic() + 120
-        while "limited by the" not in errors.read_text() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        ending.touch()
-        output, _ = process.communicate(timeout=120)
-    text = errors.read_text()
-    assert (process.returncode, output) == (7, "ended by itself\n"), text
-    shown = [line for line in text.splitlines() if "limited by the" in line and "a step" in line]
-    assert shown, text
-    assert "GPU memory" in shown[0]
-    assert "loader wait" in shown[0]
-    assert (command.out / "train.html").exists()

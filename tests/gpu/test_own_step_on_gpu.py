@@ -127,8 +127,9 @@ def test_a_change_of_dtype_needs_measured_rates(tmp_path: Path) -> None:
 
 
 def test_energy_is_about_power_times_time() -> None:
+    from step_race.energy import Energy, measure_energy
+
     from stepscope.measure.device import CudaDevice
-    from stepscope.measure.energy import Energy, measure_energy
 
     device = CudaDevice()
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)

@@ -8,6 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from step_loss import STUDY as STEP_LOSS
+from step_loss.cases import LossFlags
+from step_loss.measure import measure as measure_loss
+from step_race.measure import Field
+from step_race.races import racers
 
 from quiet_bench import QuietBench
 from step_records import tiny_race_case
@@ -16,10 +21,6 @@ from stepscope.kernels.autotune import autotuned_matmul_into, autotuned_matmuls
 from stepscope.measure.device import CudaDevice
 from stepscope.optim import FusedAdamW, InBackwardAdamW
 from stepscope.studies.base import CaseSkipped
-from stepscope.studies.step.cases import StepFlags
-from stepscope.studies.step.measure import measure_loss
-from stepscope.studies.step.race import Field
-from stepscope.studies.step.races import racers
 from stepscope.training.flags import WorkloadFlags
 from stepscope.training.transformer import TransformerStep
 from stepscope.training.workload import Workload, workloads
@@ -334,9 +335,9 @@ def test_a_mark_is_reached_when_all_earlier_work_is_done(device: CudaDevice) -> 
 
 
 def test_a_comparison_measures_the_energy_of_each_side(device: CudaDevice) -> None:
-    from stepscope.studies.step.race import measure_race
+    from step_race.measure import measure
 
-    measurement = measure_race(tiny_race_case(), QuietBench(device))
+    measurement = measure(tiny_race_case(), QuietBench(device))
     limit = device.telemetry.power_limit_w()
     assert limit is not None
     assert "no_energy" not in measurement.notes, measurement.notes["no_energy"]
@@ -349,17 +350,15 @@ def test_a_comparison_measures_the_energy_of_each_side(device: CudaDevice) -> No
 
 
 def test_the_text_is_learned_in_every_precision(device: CudaDevice) -> None:
-    flags = StepFlags(
-        part=("loss",), loss_size="tiny", loss_context=128, loss_steps=60, seeds=(0,), words=32,
-        loss_rungs=(
+    flags = LossFlags(
+        size=("tiny",), context=128, steps=60, seeds=(0,), words=32,
+        rungs=(
             "bf16", "flash", "fused-loss", "fused-pieces", "fused-projections", "fused-optimizer",
             "in-backward", "graph", "autotune-gemms", "master",
         ),
     )  # fmt: skip
-    from stepscope.studies.registry import find_study
-
     ends = {}
-    for case in find_study("step").cases(flags):
+    for case in STEP_LOSS.cases(flags):
         values = measure_loss(case, QuietBench(device)).series[0].values
         ends[case.rung] = sum(values[-6:]) / 6
         assert ends[case.rung] < 0.8 * values[0]

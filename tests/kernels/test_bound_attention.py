@@ -57,12 +57,8 @@ def test_transforms_and_modes_are_seen_after_a_plain_call() -> None:
     q, k, v = draw()
     out = attention(q, k, v, impl="triton")
 
-    def total(q: Tensor) -> Tensor:
-        return attention(q, k, v, impl="triton").square().sum()
-
-    x = q.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(total(x), x)
-    torch.testing.assert_close(torch.func.grad(total)(q), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"torch\.func transforms are not supported"):
+        torch.func.grad(lambda q: attention(q, k, v, impl="triton").sum())(q)
 
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

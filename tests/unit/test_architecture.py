@@ -81,10 +81,10 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     | TOOLS,
     "runner": {"studies", "training", "measure", "analysis", "records"},
     "studies": {"training", "views", "acceleration", "model", "attention", "kernels", "optim"}
-    | {"parallel", "measure", "analysis", "planning", "records", "published"}
+    | {"parallel", "measure", "analysis", "planning", "records"}
     | BLOCKS
     | TOOLS,
-    "views": {"training", "planning", "measure", "analysis", "records", "published"}
+    "views": {"training", "planning", "measure", "analysis", "records"}
     | {"stepscope.model.config", "stepscope.model.sizes"}
     | BLOCKS,
     "training": {"acceleration", "model", "attention", "kernels", "optim", "parallel", "measure"}
@@ -109,7 +109,6 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "attention": TOOLS,
     "parallel": TOOLS,
     "torch_tools": set(),
-    "published": set(),
 }
 
 
@@ -318,7 +317,7 @@ print(len(modules), len(viewables()))
 
 def test_planning_storing_and_viewing_load_without_torch() -> None:
     packages = ("cli", "grading.check", "runner", "studies", "training", "views", "records")
-    packages += ("analysis", "report", "published")
+    packages += ("analysis", "report")
     done = without_torch(IMPORT_ALL, *packages)
     assert done.returncode == 0, done.stderr
     modules, studies = map(int, done.stdout.split())

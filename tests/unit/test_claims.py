@@ -19,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import claims
 import hand_written_pages as pages
 from claims.records import percents, spread
+from step_race import STUDY as STEP
+from step_race.races import Heat
+from step_race.rows import races
 
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
 from stepscope.records.jsonl import read_records
 from stepscope.records.schema import Record
-from stepscope.studies.step import STUDY as STEP
-from stepscope.studies.step.races import Heat
-from stepscope.studies.step.rows import races
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
@@ -199,7 +199,7 @@ def test_no_form_of_an_accelerated_model_is_faster_than_its_baseline() -> None:
 
 def test_the_readme_has_the_least_and_the_largest_gain_of_the_steps() -> None:
     leads = []
-    for race in races(STEP.results(read_records(RESULTS / "step_h200.jsonl"))):
+    for race in races(STEP.results(read_records(RESULTS / "step-race_h200.jsonl"))):
         lead = race.lead()
         assert lead is not None
         leads.append(lead.value)
@@ -280,7 +280,7 @@ def test_the_regret_of_auto_is_that_of_its_own_calls() -> None:
 
 
 def test_a_step_takes_at_least_its_energy_over_the_limit() -> None:
-    for race in races(STEP.results(read_records(RESULTS / "step_h200.jsonl"))):
+    for race in races(STEP.results(read_records(RESULTS / "step-race_h200.jsonl"))):
         for side in ("baseline", "stepscope"):
             drawn = race.draw(side)
             if drawn is not None and drawn.lasts_ms is not None:

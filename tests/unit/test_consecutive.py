@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from step_race import consecutive
+from step_race.consecutive import consecutive_steps, time_consecutive
 
 from fake_device import FakeClock, FakeDevice, by_variant
-from stepscope.measure import consecutive
-from stepscope.measure.consecutive import consecutive_steps, time_consecutive
 
 
 @pytest.fixture

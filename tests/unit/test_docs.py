@@ -185,14 +185,14 @@ def test_pages_of_the_fast_step_are_generated_from_their_records(
     assert study_pages(tmp_path) == {}
     falling = [9.0 - step * 0.1 for step in range(50)]
     records = [
-        step_race_record(),
         rung_record(step=100.0),
         rung_record("bf16", "first", step=40.0),
-        loss_record("start", 0, falling),
         waterfall_record(),
         waterfall_record("graph", status="oom", reason="too large"),
     ]
     write_records(records, tmp_path / "step_h200.jsonl")
+    write_records([step_race_record()], tmp_path / "step-race_h200.jsonl")
+    write_records([loss_record("start", 0, falling)], tmp_path / "step-loss_h200.jsonl")
     write_records([compile_record(), compile_record("attention")], tmp_path / "compile_h200.jsonl")
     write_records([technique_record(), card_record()], tmp_path / "levers_h200.jsonl")
     pages = study_pages(tmp_path)
@@ -226,7 +226,7 @@ def test_several_comparisons_of_steps_have_one_answer(
     from study_pages import study_pages
 
     races = [step_race_record(), step_race_record("xl-512")]
-    write_records(races, tmp_path / "step_h200.jsonl")
+    write_records(races, tmp_path / "step-race_h200.jsonl")
     section = study_pages(tmp_path)["step.md"].partition("## Against torch.compile\n\n")[2]
     assert re.match(r"- Stepscope is 1\.\d\d to 1\.\d\d times as fast .* 2 comparisons", section)
 
@@ -237,7 +237,7 @@ def test_pieces_follow_on_the_page_of_the_step(
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     from study_pages import study_pages
 
-    write_records([step_race_record()], tmp_path / "step_h200.jsonl")
+    write_records([step_race_record()], tmp_path / "step-race_h200.jsonl")
     assert "## Each piece alone" not in study_pages(tmp_path)["step.md"]
     common = {
         "piece": "swiglu",
@@ -267,7 +267,7 @@ def test_energy_by_part_follows_on_the_page_of_the_step(
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     from study_pages import study_pages
 
-    write_records([step_race_record()], tmp_path / "step_h200.jsonl")
+    write_records([step_race_record()], tmp_path / "step-race_h200.jsonl")
     assert "## Where the joules go" not in study_pages(tmp_path)["step.md"]
     path = tmp_path / "energy-by-part_h200.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in energy_lines()))

@@ -9,17 +9,12 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_race import energy
+from step_race.energy import Energy, energy_quantities, measure_energy
 
 from fake_device import FakeClock, FakeDevice
-from own_records import own_record
-from quiet_bench import QuietBench
-from stepscope.measure import energy
 from stepscope.measure.device import CpuDevice
-from stepscope.measure.energy import Energy, energy_quantities, measure_energy
 from stepscope.records.schema import Quantity, Reading
-from stepscope.studies.own import STUDY as OWN
-from stepscope.studies.own.cases import OwnFlags
-from stepscope.views.energy import energy_finding
 
 BUSY_W, IDLE_W, TICK_S = 500.0, 100.0, 0.1
 
@@ -189,16 +184,3 @@ def test_energy_is_reported_with_its_resolution() -> None:
     } <= set(quantities)
     without, _ = energy_quantities(result._replace(sm_clock_mhz=None), None)
     assert "sm_clock_mhz" not in {one.name for one in without}
-    (finding,) = energy_finding(own_record(quantities=quantities), "lab:build")
-    assert "takes 10.0 J by the device's counter, 5.00 mJ per token" in finding.text
-    assert "The resolution of the counter is 0.50 J per step, 5.0 % of it." in finding.text
-    (why,) = energy_finding(own_record(notes={"no_energy": "there is no counter"}), "")
-    assert why.text == "The energy of a step is not available: there is no counter."
-
-
-def test_a_study_on_a_cpu_gives_the_reason_for_missing_energy() -> None:
-    flags = OwnFlags(model="own_models:causal_lm", batch=(2,), warmup=0, steps=1, traced=1)
-    (case,) = OWN.cases(flags)
-    result = OWN.measure(case, QuietBench())
-    assert not any("joules" in quantity.name for quantity in result.quantities)
-    assert "a CPU's energy counter" in result.notes["no_energy"]

@@ -25,6 +25,7 @@ from energy_parts import (
     to_whole,
 )
 from step_matmuls import Matmul, head_chunks, step_matmuls
+from step_race.races import RACES, racers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from command_line import python
@@ -36,7 +37,6 @@ from stepscope.measure.device import CpuDevice
 from stepscope.model.config import ModelConfig, precision
 from stepscope.model.cost import flops, parameters
 from stepscope.model.sizes import SIZES, find_size, with_overrides
-from stepscope.studies.step.races import RACES, racers
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -10,7 +10,7 @@ import pytest
 from stepscope.errors import UsageError
 from stepscope.studies.attention.workload import RULES
 from stepscope.studies.flash import STUDY
-from stepscope.studies.flash.cases import AttentionRaceCase, FlashFlags, GridCase, Shape, TilesCase
+from stepscope.studies.flash.cases import AttentionRaceCase, FlashFlags, GridCase, Shape
 from study_records import flash_record, race_record
 
 
@@ -110,10 +110,6 @@ def test_cases_are_decoded_from_the_configs_of_records() -> None:
     assert (grid_case.attention, grid_case.sizes) == ("triton", "1,1,4096,64")
     assert isinstance(race, AttentionRaceCase)
     assert (race.racers, race.sizes) == (("triton",), "1,16,16384,64")
-    tiles = Shape.parse("1x16x4096x64").config | {"kind": "tiles", "pass": "query", "causal": True}
-    old = STUDY.decode(tiles | {"sizes": [16, 32], "warps": 4, "samples": 7})
-    assert isinstance(old, TilesCase)
-    assert old.key == "tiles_query_d64"
 
 
 def test_keys_and_configs_are_stable() -> None:

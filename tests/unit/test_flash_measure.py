@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from triton.runtime.errors import OutOfResources
 
 from sample_records import value_of
-from stepscope.attention.tiles import Tile
-from stepscope.attention.triton import launch as triton_launch
-from stepscope.measure import kernels
 from stepscope.measure.device import pick_device
-from stepscope.measure.kernels import KernelRun
 from stepscope.studies.attention.workload import RESULTS, AttentionStep, score_rules
 from stepscope.studies.base import CaseSkipped, Measurement
 from stepscope.studies.flash import STUDY
 from stepscope.studies.flash.accuracy import errors
 from stepscope.studies.flash.cases import FlashFlags, Shape
-from stepscope.studies.flash.measure import launch_resources
 
 
 class Bench:
@@ -119,12 +110,9 @@ def test_an_unsupported_implementation_is_skipped_with_its_reason(name: str) -> 
         grid(name, dtype=("bfloat16",), head_dim=(64,))
 
 
-def test_long_sequences_and_tiles_are_skipped_on_a_cpu() -> None:
+def test_long_sequences_are_skipped_on_a_cpu() -> None:
     with pytest.raises(CaseSkipped, match="GFLOP per call"):
         grid("sdpa", context=(65536,))
-    for case in STUDY.cases(FlashFlags(part=("tiles",))):
-        with pytest.raises(CaseSkipped, match="a GPU kernel"):
-            STUDY.measure(case, Bench())
 
 
 @pytest.mark.usefixtures("no_interpreter")
@@ -152,9 +140,9 @@ def test_a_race_excludes_unsupported_implementations() -> None:
 )
 def test_a_race_with_a_rule_counts_visible_pairs(option: str, pairs: int | None) -> None:
     result = measured(
-        part=("race",), race=(f"1x2x64x16:float32:{option}",), racers=("tiled", "auto")
+        part=("race",), race=(f"1x2x64x16:float32:{option}",), racers=("reference", "auto")
     )
-    assert {series.variant for series in result.series} == {"tiled", "auto"}
+    assert {series.variant for series in result.series} == {"reference", "auto"}
     # A causal mask counts as half of the scores, a rule that hides keys as what it leaves.
     counted = pairs if pairs is not None else 64 * 64 // (1 if "full" in option else 2)
     assert value_of(result.quantities, "flops") == 3.5 * 4 * counted * 2 * 16
@@ -195,71 +183,3 @@ def test_implementations_of_a_race_share_their_tensors() -> None:
     assert (other.q is step.q, other.grad is step.grad) == (True, True)
     for name, value in step.results().items():
         torch.testing.assert_close(other.results()[name], value)
-
-
-class Launches:
-    """Fake launcher: tiles above a size do not fit, unless the pipeline is short."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int = 4096) -> None:
-        self.most = most
-        self.forced: dict[str, Tile] = {}
-        self.launches: list[Any] = []
-        self.runs = 0
-        monkeypatch.setattr(triton_launch, "forced_tiles", self.forced_tiles, raising=False)
-        monkeypatch.setattr(triton_launch, "recorded_launches", self.recorded, raising=False)
-        monkeypatch.setattr(kernels, "profile_kernels", self.profile)
-
-    @contextmanager
-    def forced_tiles(self, tiles: dict[str, Tile]) -> Iterator[None]:
-        self.forced = tiles
-        yield
-        self.forced = {}
-
-    @contextmanager
-    def recorded(self) -> Iterator[list[Any]]:
-        self.launches = []
-        yield self.launches
-
-    def run(self) -> None:
-        self.runs += 1
-        for kind in ("forward", "query"):
-            tile = self.forced.get(kind, Tile(64, 64, 4, 2))
-            if tile.m * tile.n * tile.stages > self.most:
-                raise OutOfResources(tile.stages * 1000, self.most, "shared memory")
-            kernel = SimpleNamespace(
-                name=f"{kind}_kernel",
-                n_regs=100,
-                n_spills=tile.m // 64,
-                metadata=SimpleNamespace(shared=tile.m * tile.n),
-            )
-            self.launches.append(SimpleNamespace(kind=kind, tile=tile, kernel=kernel))
-
-    def profile(self, run: Any, device: object) -> tuple[KernelRun, ...]:
-        del device
-        before = self.runs
-        run()
-        names = ("forward_kernel", "copy", "query_kernel")
-        return tuple(KernelRun(n, 2.0) for _ in range(self.runs - before) for n in names)
-
-
-def test_compiled_resources_of_each_kernel_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = launch_resources(Launches(monkeypatch, most=1 << 20).run)
-    assert value_of(facts, "tile_m", variant="forward") == 64
-    assert value_of(facts, "stages", variant="forward") == 2
-    assert value_of(facts, "registers", variant="query") == 100
-    assert value_of(facts, "shared_bytes", variant="query") == 4096
-
-
-def test_under_the_interpreter_there_are_tiles_but_no_registers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    launches = Launches(monkeypatch)
-
-    def run() -> None:
-        launches.launches.append(
-            SimpleNamespace(kind="forward", tile=Tile(32, 32, 4, 1), kernel=None)
-        )
-
-    assert {(one.variant, one.name) for one in launch_resources(run)} == {
-        ("forward", name) for name in ("tile_m", "tile_n", "warps", "stages")
-    }

@@ -154,7 +154,7 @@ def test_a_failed_case_has_a_row_with_its_settings() -> None:
         "no",
         "adamw",
         "OOM",
-        *[None] * 8,
+        *[None] * 7,
     )
     *_, listed = STUDY.view([own_record(100.0), failed])
     assert isinstance(listed, Table)

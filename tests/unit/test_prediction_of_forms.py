@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from step_race.races import RACES as ALL_RACES
+from step_race.races import Heat, Racer
 from test_prediction import counted_phases, plan, tiny
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -33,13 +35,11 @@ from stepscope.model.config import precision
 from stepscope.optim import in_backward, launches
 from stepscope.records.jsonl import read_records
 from stepscope.records.memory import GRADIENTS, LIBRARIES, OPTIMIZER, PARAMETERS, WEIGHT_COPIES
-from stepscope.studies.step.races import RACES as ALL_RACES
-from stepscope.studies.step.races import Heat, Racer
 from stepscope.torch_tools import side_stream
 from stepscope.training.plans import plan_of, prediction_for
 from stepscope.training.workload import Workload
 
-RACES = Path(__file__).resolve().parents[2] / "results" / "step_h200.jsonl"
+RACES = Path(__file__).resolve().parents[2] / "results" / "step-race_h200.jsonl"
 FUSED = {"fused": True}
 JOINED = FUSED | {"fused_projections": True}
 LESS = ("norms", "gates", "inputs", "inputs-2")

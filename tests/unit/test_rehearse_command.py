@@ -42,7 +42,6 @@ def test_it_prints_findings_and_tables_and_writes_a_page(
     assert rehearse(tmp_path, str(file), "--ranks", "64", "--full") == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "on 64 ranks over infiniband, predicted: " in output
-    assert "Where each parallelism becomes communication-bound" in output
     page = (tmp_path / "out" / "rehearsal.html").read_text()
     assert "Predicted overlap on 64 ranks" in page
     assert page.count("<svg") == 5  # the bar of the verdict, and four figures
@@ -60,14 +59,6 @@ def test_json_has_every_prediction(
     assert predictions[1]["bucket_step_ms"][f"{predictions[1]['best_bucket_mb']:g}"] == min(
         predictions[1]["bucket_step_ms"].values()
     )
-    forms = facts["closed_forms"]
-    assert isinstance(forms, list)
-    assert {entry["parallelism"].split()[0].rstrip(":") for entry in forms} == {
-        "data",
-        "FSDP",
-        "tensor",
-        "2-D",
-    }
     assert facts["compute_ms"] == 100.0
 
 
@@ -93,8 +84,6 @@ def test_another_batch_and_another_device(
     assert facts["compute_ms"] == pytest.approx(95.0)
     assert facts["batch"] == 8
     assert facts["flops_per_s"] == pytest.approx(2e14)
-    given = rehearsal_json(tmp_path, capsys, str(file), "--ranks", "8", "--tflops", "50")
-    assert given["flops_per_s"] == 50e12
 
 
 def test_newest_recording_of_the_store_is_the_default(
@@ -140,8 +129,6 @@ def test_without_a_recording_prints_how_to_make_one(
         (["--latency-us", "5", "--bandwidth-gbs", "1", "--per-node", "0"], "per_node is 0"),
         (["--faster", "0"], "faster is 0"),
         (["--batch", "-1"], "batch is -1"),
-        (["--tensor", "7"], "cannot be divided into groups of 7"),
-        (["--tensor", "-1"], "tensor is -1"),
         (["--exposed-above", "0"], "exposed_above is 0"),
     ],
 )

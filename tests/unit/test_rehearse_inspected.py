@@ -37,7 +37,7 @@ def test_the_phases_add_up_to_the_timed_step() -> None:
     setting = setting_of(record)
     assert setting is not None
     assert len(found.recording.gradients) == sum(one.tensors for one in setting.optimizers)
-    assert found.model is None
+    assert not found.gradients_timed
 
 
 def test_even_gradients_cover_all_parameters_the_last_ones_first() -> None:
@@ -70,7 +70,6 @@ def test_the_command_predicts_up_to_4096_ranks(
     (facts,) = json.loads(capsys.readouterr().out)["rehearsals"]
     few, many = facts["predictions"]
     assert (few["ranks"], many["ranks"]) == (8, 4096)
-    assert facts["closed_forms"] == []
     for strategy in ("bucketed", "fsdp"):
         assert many["strategies"][strategy]["step_ms"] >= few["strategies"][strategy]["step_ms"]
     assert many["strategies"]["fsdp"]["memory_bytes"] < few["strategies"]["fsdp"]["memory_bytes"]

@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 import json
-
-import pytest
+import os
+from pathlib import Path
 
 from command_line import CommandLine
 from stepscope.cli.commands.run import PresetCases, StudyCases
-from stepscope.measure.device import CpuDevice
 from stepscope.studies.registry import find_study
 from stepscope.studies.step.cases import StepFlags
 
 STUDY = find_study("step")
-
-
-@pytest.mark.parametrize(
-    ("flags", "rungs"),
-    [
-        ({"loss_only": ("fused-projections",)}, {"fused-projections"}),
-        ({"loss_only": ("flash",)}, {"flash"}),
-        ({"loss_only": ("flash", "fused-projections")}, {"flash", "fused-projections"}),
-        ({"loss_rungs": ("tf32", "flash")}, {"start", "tf32", "flash"}),
-    ],
-)
-def test_requested_rungs_are_cases_even_if_a_change_does_not_apply(
-    flags: dict[str, tuple[str, ...]], rungs: set[str]
-) -> None:
-    lacks = CpuDevice().lacks()
-    cases = STUDY.cases_here(StepFlags(part=("loss",), **flags), lacks)  # type: ignore[arg-type]
-    assert {case.rung for case in cases} == rungs
-    for case in cases:
-        absent = case.rung in ("fused-projections", "tf32")
-        assert bool(set(case.needs) & set(lacks)) is absent
-        assert not absent or case.seed == 0
-    here = StepFlags(part=("ladder", "loss"))
-    assert STUDY.cases_here(here, ()) == STUDY.cases(here)
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def test_on_a_cpu_the_quick_preset_replaces_default_flags() -> None:
@@ -55,20 +32,28 @@ def test_on_a_cpu_changes_that_do_not_apply_are_skipped_rows(cli: CommandLine) -
     assert statuses == {"start": "ok", "tf32": "skipped", "flash": "ok"}
 
 
-def test_ladder_loss_and_race_run_from_the_command_line(cli: CommandLine) -> None:
+def test_loss_curves_run_from_the_command_line(cli: CommandLine) -> None:
+    cli.environment["STEPSCOPE_STUDIES"] = "step_loss"
+    cli.environment["PYTHONPATH"] += f"{os.pathsep}{BENCHMARKS}"
+    done = cli.line(
+        "run step-loss --device cpu --size tiny --context 8 --vocab 32 --steps 4 --rungs flash"
+        " --seeds 0 --json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["status"] == {"ok": 2}
+
+
+def test_a_race_runs_from_the_command_line(cli: CommandLine) -> None:
+    cli.environment["STEPSCOPE_STUDIES"] = "step_race"
+    cli.environment["PYTHONPATH"] += f"{os.pathsep}{BENCHMARKS}"
     # In Triton's interpreter, which users do not have, the loss of the race takes 20 s.
     cli.environment.pop("TRITON_INTERPRET", None)
     done = cli.line(
-        "run step --device cpu --part ladder loss race --size tiny --context 8 --batch 1 --vocab"
-        " 32 --rungs flash fused-optimizer --race tiny-64 --blocks 2 --block-seconds 0.05 --rounds"
-        " 1 --warmup 0 --steps 1 --min-seconds 0 --loss-size tiny --loss-context 8 --loss-steps 4"
-        " --loss-rungs flash --seeds 0 --json"
+        "run step-race --device cpu --race tiny-64 --blocks 2 --block-seconds 0.05 --rounds 1"
+        " --min-seconds 0 --json"
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["status"] == {"ok": 5, "skipped": 1}
-
-
-def test_on_a_cpu_a_race_with_graphs_is_refused(cli: CommandLine) -> None:
-    done = cli("run", "step", "--part", "race", "--race", "8b-32768", "--device", "cpu")
+    assert json.loads(done.stdout)["status"] == {"ok": 1}
+    done = cli("run", "step-race", "--race", "8b-32768", "--device", "cpu")
     assert done.returncode == 2
     assert "CUDA graphs exist on NVIDIA GPUs" in done.stderr

@@ -1,25 +1,25 @@
-"""Power in the step study: the energy of a race, and findings at the power cap."""
+"""The energy of a race, and findings at the power cap."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 
 import pytest
+from step_race import STUDY as RACES
+from step_race import energy
+from step_race.energy import Draw
+from step_race.measure import measure
 
 from fake_device import FakeClock
-from own_records import own_record
 from sample_records import environment
 from step_records import step_race_record, tiny_race_case, waterfall_record
-from stepscope.analysis.power import Draw, power_capped
-from stepscope.measure import energy
+from stepscope.analysis.power import power_capped
 from stepscope.measure.device import CpuDevice, Timestamp
-from stepscope.records.schema import Quantity, Reading, Record
+from stepscope.records.schema import Reading, Record
 from stepscope.report.blocks import Finding, Spread, Table
 from stepscope.studies.base import Measurement
 from stepscope.studies.registry import find_study
-from stepscope.studies.step.race import measure_race
 from stepscope.training.transformer import TransformerStep
-from stepscope.views.energy import energy_finding
 from view_blocks import findings_of
 
 STUDY = find_study("step")
@@ -63,9 +63,9 @@ def raced(monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> tuple[Measurement
     monkeypatch.setattr(energy, "_watched", nullcontext)
     bench = Bench(Counting(clock, broken))
     # No two variants are close enough for a run-off.
-    monkeypatch.setattr("stepscope.studies.step.race._NEAR", 1.0)
-    monkeypatch.setattr("stepscope.studies.step.race._RUN_OFF_S", 0.0)
-    return measure_race(tiny_race_case(), bench), bench
+    monkeypatch.setattr("step_race.measure._NEAR", 1.0)
+    monkeypatch.setattr("step_race.measure._RUN_OFF_S", 0.0)
+    return measure(tiny_race_case(), bench), bench
 
 
 def test_the_energy_of_each_side_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,11 +102,11 @@ def test_a_failing_energy_counter_does_not_fail_the_race(monkeypatch: pytest.Mon
 
 class TestPage:
     def findings(self, *records: Record) -> dict[str, Finding]:
-        return {block.code: block for block in findings_of(STUDY.view(records))}
+        return {block.code: block for block in findings_of(RACES.view(records))}
 
     def test_the_power_table_has_the_energy_of_both_sides(self) -> None:
         record = step_race_record("xl-512", XL, drawn=AT_CAP, environment=H200)
-        (table,) = (b for b in STUDY.view([record]) if isinstance(b, Table) and "power" in b.name)
+        (table,) = (b for b in RACES.view([record]) if isinstance(b, Table) and "power" in b.name)
         baseline, ours = table.rows
         assert baseline[:3] == ("xl-512", "PyTorch", "block default")
         assert ours[3] == Spread(value=pytest.approx(41.5264), plus_minus=0.5)
@@ -127,14 +127,14 @@ class TestPage:
     def test_below_the_cap_no_limit_is_reported(self) -> None:
         drawn = {"stepscope": (195.0, 5.5, 1980.0), "baseline": (150.0, 12.0, 1980.0)}
         record = step_race_record("small-512", drawn=drawn, environment=H200)
-        (table,) = (b for b in STUDY.view([record]) if isinstance(b, Table) and "power" in b.name)
+        (table,) = (b for b in RACES.view([record]) if isinstance(b, Table) and "power" in b.name)
         assert [row[9] for row in table.rows] == [None, None]
         ((code, race),) = self.findings(record).items()
         assert code == "step.race-faster"
         assert race.values["times"] == pytest.approx(12 / 5.5)
 
     def test_records_without_energy_have_no_power_table(self) -> None:
-        blocks = STUDY.view([step_race_record("xl-512", XL)])
+        blocks = RACES.view([step_race_record("xl-512", XL)])
         assert "step-power" not in {getattr(block, "name", None) for block in blocks}
 
 
@@ -142,16 +142,6 @@ class TestPage:
 def test_the_power_cap_begins_at_95_percent(watts: float, least_ms: float | None) -> None:
     result = Draw(39.9, 0.5, watts, 60.0, 1700.0, 700.0, 1980.0)
     assert result.lasts_ms == (None if least_ms is None else pytest.approx(least_ms))
-
-
-def test_the_power_cap_of_a_user_s_model_is_reported() -> None:
-    values = {"joules": 41.5, "joules_resolution": 0.5, "power_w": 690.0, "unbroken_step_ms": 60.1}
-    quantities = tuple(Quantity(name=name, value=value, unit="1") for name, value in values.items())
-    (finding,) = energy_finding(own_record(quantities=quantities, environment=H200), "lab:build")
-    assert finding.text.endswith(
-        "It runs at 690 of 700 W: at the limit that energy takes 59.3 ms (± 1.2 %), and"
-        " consecutive steps took 60.1 ms each."
-    )
 
 
 def readings(*throttled: float | None) -> tuple[Reading, ...]:

@@ -1,47 +1,27 @@
-"""The step study: ladder, training text, races and report blocks."""
+"""The step study: ladder and report blocks."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, get_args
 
 import msgspec
-import numpy as np
 import pytest
 
 from sample_records import environment, times
-from step_records import loss_record, rung_record, step_race_record, waterfall_record
+from step_records import rung_record, waterfall_record
 from stepscope.errors import UsageError
 from stepscope.measure.device import CpuDevice
 from stepscope.records.schema import Quantity, Record
-from stepscope.report.blocks import Interval, Timeline
+from stepscope.report.blocks import Timeline
 from stepscope.studies.page import make_page
 from stepscope.studies.registry import find_study
 from stepscope.studies.step.cases import Part, StepFlags
 from stepscope.studies.step.ladder import RUNGS, climbed, ladder, start
-from stepscope.studies.step.measure import FOLLOWERS, begin_again, entropy, sequences
-from stepscope.studies.step.rows import ladders, loss_curves, races
+from stepscope.studies.step.rows import ladders
 from stepscope.training.transformer import TransformerStep
 
 STUDY = find_study("step")
 FIRST = start("small", "2025", 512, 4, {})
-
-
-def test_begin_again_resets_master_weights() -> None:
-    work = msgspec.structs.replace(
-        start("tiny", "tiny", 8, 1, {"vocab": 32, "n_layers": 1}),
-        dtype="bfloat16-master",
-        optimizer="stepscope-fused",
-    )
-    step = TransformerStep(work, CpuDevice())
-    before = [parameter.detach().clone() for parameter in step.model.parameters()]
-    step.run_phases()
-    begin_again(step, before)
-    for parameter, initial in zip(step.model.parameters(), before, strict=True):
-        assert parameter.equal(initial)
-        state = step.optimizer.state[parameter]
-        assert state["master"].equal(initial.float())
-        assert not any(state[name].any() for name in ("step", "exp_avg", "exp_avg_sq"))
 
 
 class TestLadder:
@@ -87,39 +67,14 @@ class TestLadder:
         ("flags", "message"),
         [
             ({"rungs": ("bf17",)}, "rung 'bf17' does not exist"),
-            ({"part": ("race",), "race": ("huge",)}, "race 'huge' does not exist"),
             ({"size": ("smal",)}, "perhaps you meant small"),
             ({"steps": 0}, "steps is 0"),
-            ({"heat_seconds": 0.0}, "heat-seconds is 0"),
-            ({"form_seconds": -1.0}, "form-seconds is -1"),
             ({"warmup": -1}, "warmup is -1"),
         ],
     )
     def test_invalid_flags_are_rejected(self, flags: dict[str, object], message: str) -> None:
         with pytest.raises(UsageError, match=message):
             STUDY.cases(StepFlags(**flags))  # type: ignore[arg-type]
-
-
-class TestText:
-    def test_the_seed_selects_rows_of_one_markov_chain(self) -> None:
-        first, again = (sequences(50, 40, 1000, seed=3) for _ in "ab")
-        other = sequences(50, 40, 1000, seed=4)
-        np.testing.assert_array_equal(first, again)
-        assert not np.array_equal(first, other)
-        followers: dict[int, set[int]] = {}
-        for row in (*first, *other):
-            for word, after in itertools.pairwise(row):
-                followers.setdefault(int(word), set()).add(int(after))
-        assert max(map(len, followers.values())) <= FOLLOWERS
-
-    def test_words_are_within_a_small_vocabulary(self) -> None:
-        rows = sequences(10, 30, 7, seed=0)
-        assert rows.min() >= 0
-        assert rows.max() < 7
-
-    def test_entropy_is_that_of_the_next_word(self) -> None:
-        shares = 1 / np.arange(1, 9) / (1 / np.arange(1, 9)).sum()
-        assert entropy() == pytest.approx(-(shares * np.log(shares)).sum())
 
 
 def test_steps_with_shared_weights_train_the_same_tensors() -> None:
@@ -228,165 +183,9 @@ class TestPage:
         peak = (Quantity(name="peak_bytes", value=8192, unit="B"),)
         shown = []
         for here in (on_host, environment()):
-            blocks = self.blocks(
-                rung_record("start", "start", quantities=peak, environment=here),
-                step_race_record(
-                    "tiny-64", {"baseline: a": 3.0, "stepscope: b": 2.0}, environment=here
-                ),
-            )
-            ladder, heats = blocks["step-ladder"], blocks["step-heats"]
-            (raced,) = (row for row in heats.rows if "b" in row)
-            shown.append((ladder.rows[0][-2], raced[6]))
-        assert shown == [(None, None), (8192, 50 * 2**30)]
-
-    def test_curves_are_compared_with_the_same_seed(self) -> None:
-        falling = [9.0 - step * 0.1 for step in range(50)]
-        records = [
-            *(loss_record("start", seed, [value + seed for value in falling]) for seed in (0, 1)),
-            loss_record("bf16", 0, [value * 1.001 for value in falling]),
-            loss_record("bf16", 1, [(value + 1) * 0.998 for value in falling]),
-            loss_record("flash", 0, [value * 1.02 for value in falling]),
-        ]
-        curves = loss_curves(STUDY.results(records))
-        assert curves["bf16"].apart(curves["start"]) == pytest.approx(-0.002)
-        assert curves["start"].fell_by() == pytest.approx(1 - 5.3 / 10.0)
-        blocks = self.blocks(*records)
-        table = blocks["step-loss"]
-        assert [row[-1] for row in table.rows] == [None, "same", "deviates"]
-        figure = blocks["step-loss-apart"]
-        # In percent, each seed against the baseline with the same seed.
-        means = {curve.label: sum(curve.y) / len(curve.y) for curve in figure.curves}
-        assert means == pytest.approx({"bf16": -0.05, "flash": 2.0})
-        apart = blocks["step.loss-apart"]
-        assert (apart.values["flash"], apart.tone) == (pytest.approx(0.02), "warn")
-        assert "bf16" not in apart.values
-        assert apart.text.endswith(
-            " The final loss deviates by more than 0.5 %: flash attention (2.0 %)."
-        )
-        same = self.blocks(*records[:-1])["step.loss-same"]
-        assert (same.values["farthest"], same.tone) == ("bf16", "good")
-        assert same.values["apart"] == pytest.approx(0.002)
-        assert same.text == (
-            "In 50 steps the loss of the float32 step falls by 47.0 %. The other rungs (1) end"
-            " within 0.5 % of it; the largest deviation is 0.2 % (bfloat16 autocast)."
-        )
-
-    def test_without_learning_curves_are_not_compared(self) -> None:
-        flat = [9.0] * 20
-        blocks = self.blocks(loss_record("start", 0, flat), loss_record("bf16", 0, flat))
-        short = blocks["step.not-learnt"]
-        assert (short.values, short.tone) == ({"steps": 20, "fell_by": 0.0}, "warn")
-        assert short.conclusion == (
-            "That is too little to compare the other rungs: train for more steps."
-        )
-        table = blocks["step-loss"]
-        assert [row[-1] for row in table.rows] == [None, "too few steps"]
-
-    def test_the_speed_table_has_times_and_peak_memory_of_both_sides(self) -> None:
-        record = step_race_record(
-            "2.7b-2048",
-            {
-                "baseline: block default sdpa_flash": 364.9,
-                "stepscope: block default auto": 320.0,
-                "low-memory: block default auto checkpointed": 400.0,
-            },
-            peaks={"baseline": 73.2, "stepscope": 60.0, "low-memory": 55.0},
-        )
-        (race,) = races(STUDY.results([record]))
-        assert race.ratio().value == pytest.approx(364.9 / 320.0)  # type: ignore[union-attr]
-        table = self.blocks(record)["step-speed"]
-        fast, memory, spare = table.rows
-        assert (fast[1], fast[3]) == ("block default sdpa_flash", "block default auto")
-        assert memory[1:5] == ("73.2 GiB", None, "60.0 GiB", None)
-        assert memory[5] == pytest.approx(60 / 73.2)
-        assert (spare[1], spare[3]) == ("73.2 GiB", "55.0 GiB")
-        assert (spare[2], spare[4]) == (pytest.approx(364.9), pytest.approx(400.0))
-        assert spare[5] == pytest.approx(55 / 73.2)
-        heats = self.blocks(record)["step-heats"]
-        assert {row[-1] for row in heats.rows} == {"chosen", "failed: OutOfMemoryError: full"}
-
-    def test_narrower_dtypes_have_a_separate_row(self) -> None:
-        times = {"baseline: a": 140.0, "stepscope: b": 105.0, "low-precision: c": 80.0}
-        record = step_race_record("xl-512", times)
-        table = self.blocks(record)["step-speed"]
-        ours, narrow = table.rows
-        assert (ours[0], ours[3]) == ("xl-512", "b")
-        assert (narrow[0], narrow[3]) == ("xl-512, narrower dtypes", "c")
-        assert narrow[6].value == pytest.approx(1.75)
-        finding = self.blocks(record)["step.race-faster"]
-        assert (finding.values["narrow_ms"], finding.values["narrow_times"]) == (
-            80.0,
-            pytest.approx(1.75),
-        )
-        sentence = "With narrower dtypes Stepscope takes 80.0 ms; PyTorch takes 1.75 times as long."
-        assert sentence in finding.text
-
-    def test_a_race_without_a_significant_difference_has_no_winner(self) -> None:
-        blocks = self.blocks(
-            step_race_record("xl-512", {"baseline: a": 100.0, "stepscope: b": 100.0})
-        )
-        finding = blocks["step.race-no-difference"]
-        assert finding.text.endswith("takes 100 ms: statistically indistinguishable.")
-        assert finding.tone == "info"
-
-    def test_a_slower_step_reports_how_much_longer_it_takes(self) -> None:
-        blocks = self.blocks(
-            step_race_record("xl-512", {"baseline: a": 100.0, "stepscope: b": 125.0})
-        )
-        finding = blocks["step.race-slower"]
-        assert finding.text.endswith("takes 100 ms: Stepscope takes 1.25 times as long.")
-        assert (finding.values["times"], finding.tone) == (pytest.approx(0.8), "warn")
-
-    def test_other_races_of_the_same_step_are_reported(self) -> None:
-        blocks = self.blocks(
-            step_race_record(
-                "xl-512", {"baseline: c": 145.0, "baseline: a": 140.0, "stepscope: b": 100.0}
-            ),
-            step_race_record("xl-512", {"baseline: a": 130.0, "stepscope: b": 100.0}, id="fewer"),
-        )
-        finding = blocks["step.race-faster"]
-        assert finding.text.endswith(
-            "Another run, with 1 variant of PyTorch, gave a ratio of 1.30."
-        )
-        assert (finding.values["other_races"], finding.records[1:]) == (1, ("fewer",))
-
-    def test_consecutive_steps_decide_and_interleaved_samples_follow(self) -> None:
-        record = step_race_record(
-            "xl-512",
-            {"baseline: a": 140.0, "stepscope: b": 90.0},
-            consecutive={
-                "baseline": (120.0, 122.0, 124.0) * 2,
-                "stepscope": (100.0, 101.0, 102.0) * 2,
-            },
-        )
-        (race,) = races(STUDY.results([record]))
-        lead = race.lead()
-        assert lead is not None
-        assert (lead.baseline_ms, lead.ms) == (122.0, 101.0)
-        assert lead.value == pytest.approx(122 / 101)
-        table = self.blocks(record)["step-speed"]
-        row = table.rows[0]
-        assert (row[2], row[4]) == (122.0, 101.0)
-        assert isinstance(row[5], Interval)
-        assert isinstance(row[6], Interval)
-        assert row[5].value == pytest.approx(122 / 101)
-        assert row[6].value == pytest.approx(140 / 90)
-        finding = self.blocks(record)["step.race-faster"]
-        assert finding.values["times"] == pytest.approx(122 / 101)
-        assert finding.values["interleaved"] == pytest.approx(140 / 90)
-        assert finding.text.endswith(
-            "Stepscope is 1.21 times as fast. Interleaved samples give a ratio of 1.56."
-        )
-
-    def test_without_blocks_the_energy_measurement_gives_consecutive_steps(self) -> None:
-        record = step_race_record(
-            "xl-512",
-            {"baseline: a": 140.0, "stepscope: b": 90.0},
-            drawn={"baseline": (690.0, 120.0, 1700.0), "stepscope": (690.0, 100.0, 1600.0)},
-        )
-        row = self.blocks(record)["step-speed"].rows[0]
-        assert row[5] == pytest.approx(1.2)
-        assert (row[2], row[4]) == (120.0, 100.0)
+            record = rung_record("start", "start", quantities=peak, environment=here)
+            shown.append(self.blocks(record)["step-ladder"].rows[0][-2])
+        assert shown == [None, 8192]
 
     def test_a_traced_rung_has_a_waterfall_of_its_replay(self) -> None:
         blocks = self.blocks(waterfall_record("start"), waterfall_record("graph", replay=0.5))
@@ -407,17 +206,6 @@ def test_the_ladder_and_the_waterfall_are_printed(capsys: pytest.CaptureFixture[
     assert "from 100 ms to 50.0 ms" in printed
     assert "Each change alone and cumulative" in printed
     assert "Where the time beyond the ideal goes" in printed
-
-
-def test_one_rung_can_be_trained_again() -> None:
-    all_cases = STUDY.cases(StepFlags(part=("loss",), seeds=(0,)))
-    again = STUDY.cases(StepFlags(part=("loss",), seeds=(0,), loss_only=("low-precision-grads",)))
-    assert [case.rung for case in again] == ["low-precision-grads"]
-    assert again[0] in all_cases
-    with pytest.raises(UsageError, match="rung"):
-        STUDY.cases(
-            StepFlags(part=("loss",), loss_rungs=("flash",), loss_only=("low-precision-grads",))
-        )
 
 
 def test_ladders_are_separate_by_size() -> None:

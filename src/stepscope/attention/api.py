@@ -62,8 +62,8 @@ def attention(
     support, and UsageError for an unknown name. A named implementation never falls back to another.
     """
     # torch.compile traces this once per graph, and its shapes may be symbolic. Under a transform
-    # fewer implementations support rules.
-    if _is_compiling() or (rules is not None and transforms_active()):
+    # fewer implementations are supported.
+    if _is_compiling() or transforms_active():
         call = AttentionCall(q, k, v, is_causal, scale, causal_align, rules)
         return _dispatch(call, impl, None)
     cast_to = None
@@ -114,8 +114,7 @@ def _dispatch(call: AttentionCall, impl: str, key: tuple[object, ...] | None) ->
         if refusal is not None:
             raise ValueError(f"impl={impl!r} does not support this input: {refusal}")
     backend = entry.load()
-    # Under a transform fewer implementations are supported: the choice is not that of other calls.
-    if key is not None and entry.decides_by_shape and not transforms_active():
+    if key is not None and entry.decides_by_shape:
         if len(_DISPATCH_CACHE) >= _MAX_DISPATCH_CACHE:
             _DISPATCH_CACHE.clear()
         _DISPATCH_CACHE[key] = backend.bind(call)

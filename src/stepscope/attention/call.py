@@ -18,6 +18,8 @@ BoundAttention: TypeAlias = Callable[..., Tensor]
 """An implementation bound to inputs of one shape and dtype, with no dispatch left: (q, k, v), and
 `rules` if there are any."""
 
+NO_TRANSFORMS = "torch.func transforms are not supported (impl='sdpa' and 'reference' have them)"
+
 
 def default_scale(q: Tensor) -> float:
     return 1.0 / math.sqrt(q.shape[-1])

@@ -18,15 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from stepscope.attention.call import AttentionCall, Backend, BoundAttention
+from stepscope.attention.call import NO_TRANSFORMS, AttentionCall, Backend, BoundAttention
 from stepscope.attention.dropout import seeds_of
 from stepscope.attention.inputs import as_four_dims, checked_call, with_positive_scale
 from stepscope.attention.masking import causal_offset
 from stepscope.attention.preference import reason_against
 from stepscope.attention.specialized import Sizes
-from stepscope.attention.tiled import sink_gradient
 from stepscope.attention.tiles import MAX_HEAD
-from stepscope.attention.transforms import RULES_UNDER_TRANSFORMS, Passes, attend_under_transforms
 from stepscope.attention.visibility import key_intervals, query_intervals
 from stepscope.torch_tools.derivatives import (
     differentiable_once,
@@ -228,19 +226,6 @@ def can_launch_directly(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def _passes(is_causal: bool, scale: float, shift: int) -> Passes:
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _attend(q, k, v, is_causal, scale, shift, direct=can_launch_directly(q, k, v))
-
-    def backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, ...]:
-        direct = can_launch_directly(q, k, v) and type(grad) in _PLAIN_TENSOR_TYPES
-        return _attend_backward(grad, q, k, v, out, lse, (is_causal, scale, shift), direct)[:3]
-
-    return Passes(_NAME, forward, backward)
-
-
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -284,6 +269,14 @@ def _attend_backward(
 _PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
+def sink_gradient(sinks: Tensor, log_sum_exp: Tensor, delta: Tensor) -> Tensor:
+    """Return the gradient of the sinks (heads,): a sink is a score with a value of zero, so that
+    its gradient is -P·D, summed over all rows of its head."""
+    # A row without a visible key may have the log-sum-exp -inf; its output and delta are 0.
+    probs = torch.exp(sinks[:, None] - log_sum_exp).masked_fill(delta == 0.0, 0.0)
+    return -(probs * delta).sum((0, 2)).to(sinks.dtype)
+
+
 class TritonAttention(Backend):
     """The Triton kernels."""
 
@@ -297,8 +290,6 @@ class TritonAttention(Backend):
                 return FlashAttentionTriton.attend(q, k, v, is_causal, factor, shift)
             q4, k4, v4 = as_four_dims(q), as_four_dims(k), as_four_dims(v)
             return launch_forward(q4, k4, v4, is_causal, factor, shift)[0].view(q.shape)
-        if transforms_active():
-            return attend_under_transforms(q, k, v, _passes(is_causal, factor, shift))
         heads = [as_four_dims(x) for x in (q, k, v)]
         out: Tensor = flash_forward(*heads, is_causal, factor, shift)[0]
         return out.view(q.shape)
@@ -317,8 +308,8 @@ class TritonAttention(Backend):
         interpreted = is_interpreted()
         if rules is not None and rules.bias is not None:
             return "the kernels have no additive bias (ALiBi has alibi_slopes)"
-        if rules is not None and transforms_active():
-            return RULES_UNDER_TRANSFORMS
+        if transforms_active():
+            return NO_TRANSFORMS
         if q.device.type != "cuda" and not interpreted:
             return (
                 f"q is on {q.device}: a Triton kernel needs a GPU (or TRITON_INTERPRET=1, slowly)"
@@ -466,8 +457,6 @@ class FlashAttentionTriton(torch.autograd.Function):
         cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shift: int
     ) -> Tensor:
         """Compute attention of checked and supported inputs with a positive scale."""
-        if transforms_active():
-            return attend_under_transforms(q, k, v, _passes(is_causal, scale, shift))
         out: Tensor = super().apply(q, k, v, is_causal, scale, shift)  # type: ignore[no-untyped-call]
         return out
 

@@ -45,9 +45,7 @@ def time_steps(step: Subject, bench: Bench, effort: Effort, **how: Any) -> Timin
     )
 
 
-def measure_step(
-    workload: Workload, effort: TimedEffort, bench: Bench, *, energy: bool = False
-) -> Measurement:
+def measure_step(workload: Workload, effort: TimedEffort, bench: Bench) -> Measurement:
     device = bench.device
     device.reset_peak()
     step = make_step(workload, device)
@@ -60,17 +58,7 @@ def measure_step(
     if workload.mode != "forward":
         missing = step.gradients_missing()
         quantities.append(Quantity(name="gradients_missing", value=missing, unit="parameters"))
-    notes: dict[str, str] = {}
-    if energy:
-        from stepscope.measure.energy import energy_quantities, measure_energy
-
-        spent, notes = energy_quantities(
-            measure_energy(step.run, device), step.token_count(), workload.batch
-        )
-        quantities += spent
-    return Measurement(
-        series=timing.series, quantities=tuple(quantities), readings=timing.readings, notes=notes
-    )
+    return Measurement(series=timing.series, quantities=tuple(quantities), readings=timing.readings)
 
 
 def _peak(step: TrainingStep, workload: Workload, device: Device) -> int | None:

@@ -1,55 +1,12 @@
-"""Findings on the energy and power of a step."""
+"""Finding on a step at the power cap."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from stepscope.analysis.power import Capped, Draw, draw
-from stepscope.records.schema import Record
+from stepscope.analysis.power import Capped
 from stepscope.report.blocks import Finding
-from stepscope.report.format import duration, number, percent
-
-
-def energy_finding(record: Record, name: str) -> Iterator[Finding]:
-    joules = record.quantity("joules")
-    if joules is None:
-        reason = record.notes.get("no_energy")
-        if reason:
-            yield Finding(
-                code="energy.none",
-                values={"reason": reason},
-                records=(record.id,),
-                text=f"The energy of a step is not available: {reason}.",
-            )
-        return
-    resolution = record.quantity("joules_resolution") or 0.0
-    each = [
-        f"{number(1e3 * value, 3)} mJ per {what}"
-        for what in ("token", "sample")
-        if (value := record.quantity(f"joules_per_{what}")) is not None
-    ]
-    per_unit = f", {' and '.join(each)}" if each else ""
-    drawn = draw(record)
-    capped = f" It runs {at_cap_words(drawn)}." if drawn and drawn.lasts_ms is not None else ""
-    yield Finding(
-        code="energy.step",
-        values={"step": name, "joules": joules, "resolution": resolution},
-        records=(record.id,),
-        text=f"A step of {name} takes {number(joules, 3)} J by the device's counter{per_unit}."
-        f" The resolution of the counter is {number(resolution, 2)} J per step,"
-        f" {percent(resolution / joules if joules else 0)} of it.{capped}",
-    )
-
-
-def at_cap_words(drawn: Draw) -> str:
-    clock = _clock_words(drawn.clock_mhz, drawn.highest_mhz)
-    return (
-        f"at {number(drawn.watts, 3)} of {number(drawn.limit_w or 0.0, 3)} W"
-        f"{f', with its clock at {clock}' if clock else ''}: at the limit that energy"
-        f" takes {duration(drawn.lasts_ms or 0.0)}"
-        f" (± {percent(drawn.resolution / drawn.joules if drawn.joules else 0.0)}),"
-        f" and consecutive steps took {duration(drawn.step_ms)} each"
-    )
+from stepscope.report.format import number
 
 
 def _clock_words(clock_mhz: float | None, highest_mhz: float | None) -> str:

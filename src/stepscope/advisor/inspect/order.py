@@ -24,8 +24,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Plan the memory of a step after the recorded ones; auto: if it is on a GPU."""
     stop: bool = False
     """End the script once its steps are recorded."""
-    live: bool = False
-    """Time all steps, for a live view."""
     channel: int | None = None
     """File descriptor of the control socket, if interleaved with another run of the script."""
     optimizers: int = 0

@@ -1,10 +1,9 @@
-"""Progress of an observed script, its latest steps, and the reason if it left no recording."""
+"""Progress of an observed script, and the reason if it left no recording."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -12,7 +11,6 @@ from stepscope.advisor.inspect.child import describe_end
 from stepscope.records.decoding import from_json
 from stepscope.report.format import counted
 
-_PROGRESS, _LIVE = "progress", "live"
 CHILD_STEPPED = "child-stepped"
 
 
@@ -39,56 +37,22 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         return self.recorded and self.steps >= self.needed
 
 
-class LiveSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """The latest steps of a program, for `inspect --watch`."""
-
-    steps: int = 0
-    """Steps so far."""
-    step_ms: tuple[float, ...] = ()
-    """Times of the latest steps, the newest last."""
-    loading: float = 0.0
-    """Share of these steps in which the program waited for a DataLoader."""
-    stage: str = ""
-    """What is done with the current step; empty outside the recording."""
-    memory_bytes: int | None = None
-    """Memory allocated on the GPU; None without one."""
-    peak_bytes: int | None = None
-
-
-Written = TypeVar("Written", Progress, LiveSteps)
-
-
 def write_progress(folder: Path, progress: Progress) -> None:
-    _write(_file(folder, _PROGRESS), progress)
-
-
-def read_progress(folder: Path) -> Progress:
-    return _read(_file(folder, _PROGRESS), Progress)
-
-
-def write_live(folder: Path, live: LiveSteps) -> None:
-    _write(_file(folder, _LIVE), live)
-
-
-def read_live(folder: Path) -> LiveSteps:
-    return _read(_file(folder, _LIVE), LiveSteps)
-
-
-def _file(folder: Path, name: str) -> Path:
-    return folder / f"{name}-{os.environ.get('RANK', '0')}.json"
-
-
-def _write(path: Path, value: msgspec.Struct) -> None:
+    path = _file(folder)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(msgspec.json.encode(value))
+    temporary.write_bytes(msgspec.json.encode(progress))
     temporary.replace(path)
 
 
-def _read(path: Path, kind: type[Written]) -> Written:
+def read_progress(folder: Path) -> Progress:
     try:
-        return from_json(path.read_bytes(), kind)
+        return from_json(_file(folder).read_bytes(), Progress)
     except (OSError, msgspec.DecodeError):
-        return kind()
+        return Progress()
+
+
+def _file(folder: Path) -> Path:
+    return folder / f"progress-{os.environ.get('RANK', '0')}.json"
 
 
 def why_nothing(progress: Progress, name: str, status: int, child_stepped: bool, fix: str) -> str:

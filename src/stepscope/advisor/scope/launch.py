@@ -79,7 +79,6 @@ def _watcher(order: Order, folder: Path) -> Observer:
         order.name,
         list(order.words),
         stop=order.stop,
-        live=order.live,
         plans=order.plans,
     )
 

@@ -19,7 +19,6 @@ from stepscope.advisor.lines.loader import LoaderLines
 from stepscope.advisor.lines.recording import StepLines, script_folder
 from stepscope.advisor.scope.closures import with_closure
 from stepscope.advisor.scope.counting import StepCount
-from stepscope.advisor.scope.energy import StepEnergy
 from stepscope.advisor.scope.issue import BACKWARD, FORWARD, OPTIMIZER, OUTSIDE, IssueClock
 from stepscope.advisor.scope.loading import batches_taken
 from stepscope.advisor.scope.stages import Effort, Stage
@@ -78,7 +77,6 @@ class Recorder:
         self.peak_bytes: int | None = None
         self.notes: dict[str, str] = {}
         """Parts that are missing from the recording, with the reasons."""
-        self.energy = StepEnergy(self.notes)
         self.plans: Planned = ()
         """Plans of the memory of the step, if any."""
         self.done = False
@@ -230,7 +228,6 @@ class Recorder:
                 self._begin_lines(complete=True)
         if stage is Stage.TIMED and not self.readings:
             self.readings.append(self.device.read())
-            self.energy.begin(self.device)
             self._open.enter_context(batches_taken(self._loading))
             self._watch_evaluations()
         self._loaded_ms, self._evaluated, self._tokens, self._epoch_starts = 0.0, 0, 0, 0
@@ -257,8 +254,6 @@ class Recorder:
                 self._open.close()
                 self.readings.append(self.device.read())
                 self.peak_bytes = self._peak()
-                took = self.times[-1][1].host_s - self.times[0][0].host_s
-                self.energy.end(self.device, took, len(self.times))
         elif stage is Stage.ISSUED:
             self.issue.end()
             self._open.close()
@@ -284,9 +279,7 @@ class Recorder:
 
     def _discard(self) -> None:
         stage = self.stage
-        if stage is Stage.TIMED:
-            self.energy.drop()
-        elif stage is Stage.WARMUP:
+        if stage is Stage.WARMUP:
             self._open.close()
         elif stage is Stage.ISSUED:
             self.issue.drop()

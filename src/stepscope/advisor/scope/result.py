@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from stepscope.acceleration.changes import blocks_of
 from stepscope.acceleration.report import name_pattern
-from stepscope.advisor.scope.energy import ENERGY_MOVES_S
 from stepscope.advisor.scope.issue import PHASES
 from stepscope.advisor.scope.loading import with_mean_wait
 from stepscope.advisor.scope.recorder import Recorder
@@ -48,15 +47,6 @@ def make_record(recorder: Recorder, name: str, words: Sequence[str], elapsed_s: 
         notes["cut_short"] = recorder.cut_short
     _put(values, "B", resident_bytes=psutil.Process().memory_info().rss)
     _put(values, "B", peak_bytes=recorder.peak_bytes)
-    left_out = len(recorder.times) - len(_usual(recorder))
-    if recorder.energy.joules is not None and left_out:
-        notes["no_energy"] = (
-            f"{left_out} of the timed steps do more than the others, and the counter includes them"
-        )
-    elif recorder.energy.joules is not None:
-        took = recorder.times[-1][1].host_s - recorder.times[0][0].host_s
-        _put(values, "J", joules=recorder.energy.joules)
-        _put(values, "J", joules_resolution=recorder.energy.joules * ENERGY_MOVES_S / took)
     tokens = [recorder.tokens[index] for index in _usual(recorder)]
     if any(tokens):
         _put(values, "tokens", tokens=sum(tokens) / len(tokens))

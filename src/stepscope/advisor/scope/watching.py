@@ -18,7 +18,6 @@ from stepscope.advisor.scope.torch_import import when_imported
 from stepscope.errors import one_line, tells_of_memory
 
 if TYPE_CHECKING:
-    from stepscope.advisor.scope.live import LiveTimes
     from stepscope.advisor.scope.recorder import Recorder
 
 
@@ -33,7 +32,6 @@ class Watcher(StepFollower):
         words: list[str],
         *,
         stop: bool,
-        live: bool = False,
         plans: Literal["auto", "yes", "no"] = "no",
     ) -> None:
         super().__init__()
@@ -41,9 +39,7 @@ class Watcher(StepFollower):
         self._effort = effort
         self._name, self._words = name, words
         self._stop = stop
-        self._wants_live, self._plans = live, plans
-        self._live: LiveTimes | None = None
-        """Times all steps for a live view, also after the recording."""
+        self._plans = plans
         self._recorder: Recorder | None = None
         self._in_child = False
         self._child_marked = False
@@ -80,9 +76,6 @@ class Watcher(StepFollower):
         if error is not None and tells_of_memory(line := one_line(error)):
             self._out_of_memory = line
         self.unfollow()
-        if self._live is not None:
-            with suppress(Exception):
-                self._live.close()
         if self._recorder is not None:
             self._recorder.finish()
             self._write()
@@ -94,17 +87,13 @@ class Watcher(StepFollower):
 
         self.follow()
         self._torch = True
-        if self._wants_live:
-            from stepscope.advisor.scope.live import LiveTimes
-
-            self._live = LiveTimes(self._folder)
         loaders = LoaderLines(self._folder, self._rank_name, script_folder())
         loaders.attach()
         self._following.append(loaders)
         self._report_progress()
 
     def _optimizer_begins(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
-        if self._observing:
+        if self._recording:
             self._guarded(partial(super()._optimizer_begins, optimizer))
         if self._recorder is None or not self._recording:
             return None
@@ -113,25 +102,21 @@ class Watcher(StepFollower):
     def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
         if self._in_child:
             self._guarded(self._mark_child_stepped)
-        elif self._observing:
+        elif self._recording:
             self._guarded(partial(super()._optimizer_stepped, optimizer))
 
     def _backward_begins(self, roots: Any) -> None:
-        if self._observing:
+        if self._recording:
             self._guarded(partial(super()._backward_begins, roots))
 
     def _backward_ended(self) -> None:
-        if self._observing:
+        if self._recording:
             self._guarded(super()._backward_ended)
 
     @property
     def _recording(self) -> bool:
         ended = self._recorder is not None and self._recorder.done
         return not (ended or self._failure or self._written or self._in_child)
-
-    @property
-    def _observing(self) -> bool:
-        return self._recording or (self._live is not None and not self._in_child)
 
     def on_misdetected(self) -> None:
         if self._recorder is not None:
@@ -147,7 +132,6 @@ class Watcher(StepFollower):
             self._recorder.between_operators()
 
     def end_step(self) -> None:
-        self._time_live()
         if not self._recording:
             return
         recorder = self._recorder or self._begin()
@@ -156,16 +140,6 @@ class Watcher(StepFollower):
         recorder.edge()
         if recorder.done and not self._plan(recorder):
             self._conclude()
-
-    def _time_live(self) -> None:
-        if self._live is None:
-            return
-        recorder = self._recorder if self._recording else None
-        try:
-            self._live.step_ended("" if recorder is None else recorder.stage.value)
-        except Exception:
-            # The view shows no more steps; the recording is not affected.
-            self._live = None
 
     def _begin(self) -> Recorder:
         from stepscope.advisor.scope.recorder import Recorder
@@ -230,8 +204,7 @@ class Watcher(StepFollower):
 
     def _conclude(self) -> None:
         self._write()
-        if self._live is None:
-            self._finder.optimizers.clear()
+        self._finder.optimizers.clear()
         self._report_progress()
         if self._stop:
             sys.exit(0)

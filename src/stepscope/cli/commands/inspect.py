@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import tyro
@@ -27,11 +27,7 @@ from stepscope.files import copy_file
 from stepscope.processes import script_command
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Record
-from stepscope.report.format import bytes_, duration, percent
-
-if TYPE_CHECKING:
-    from stepscope.cli.live_view import LiveView
-    from stepscope.views.program.rows import ProgramRecord
+from stepscope.report.format import bytes_, duration
 
 _OTHER_RANKS_WITHIN_S = 60.0
 _FIX = "let it run more steps, or give a smaller --warmup and --steps"
@@ -59,10 +55,6 @@ class InspectOptions(AnswerOptions, frozen=True, kw_only=True):
     and twice the context: what its blocks may recompute or copy to host memory. auto: on a GPU."""
     stop_early: bool = False
     """End the script, with exit code 0, as soon as its steps are recorded."""
-    watch: bool = False
-    """Show step times, memory, waits for the loader and, once it is known, the breakdown and the
-    best change while the script runs: in the last rows of the terminal, or as lines on standard
-    error. `q` and Enter close the view; the script continues."""
     keep_traces: bool = False
     """Keep the traces and memory snapshots next to the page."""
     module: bool = False
@@ -104,7 +96,6 @@ def main(words: list[str]) -> int:
         (
             "stepscope inspect train.py --batch-size 8",
             "stepscope inspect --stop-early --page first.html train.py config/small.yaml",
-            "stepscope inspect --watch train.py",
             "stepscope inspect -m mylab.train --steps 100",
             "torchrun --nproc-per-node 2 -m stepscope inspect train.py",
         ),
@@ -145,7 +136,6 @@ def _order(options: InspectOptions, target: str, words: list[str]) -> Order:
         memory=options.memory,
         plans=options.plans,
         stop=options.stop_early,
-        live=options.watch,
     )
 
 
@@ -172,12 +162,6 @@ def _run(order: Order, shared: SharedDirectory, page: Path | None, options: Insp
 
     ranks = 1 if shared.alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     writing: Background[Outcome] | None = None
-    view: LiveView | None = None
-
-    def meanwhile() -> None:
-        if view is not None:
-            view.update()
-        write_when_there()
 
     def write_when_there() -> None:
         nonlocal writing
@@ -185,17 +169,9 @@ def _run(order: Order, shared: SharedDirectory, page: Path | None, options: Insp
             return
         # An incomplete recording also reports how the script ended, so wait for its end.
         if read_progress(folder).complete:
-            writing = Background(partial(_write, folder, page, options, order.command, view=view))
+            writing = Background(partial(_write, folder, page, options, order.command))
 
-    if options.watch and page is not None:
-        from stepscope.cli.live_view import live_view
-
-        view = live_view(order.name, folder, child.pid)
-    try:
-        status = child.wait(meanwhile)
-    finally:
-        if view is not None:
-            view.close()
+    status = child.wait(write_when_there)
     outcome = None if writing is None else writing.result()
     if page is not None and outcome is None:
         _wait_for_parts(folder, ranks)
@@ -230,10 +206,9 @@ def _write(
     options: InspectOptions,
     command: str,
     ending: str = "",
-    view: LiveView | None = None,
 ) -> Outcome:
     """Write the page and the records. A failure is reported and does not affect the script.
-    `ending` describes how the script ended, if it has; `view` is given the verdict."""
+    `ending` describes how the script ended, if it has."""
     from rich.console import Console
 
     from stepscope.advisor.inspect.gather import gather
@@ -260,8 +235,6 @@ def _write(
         text = f"{why}; the records are in {saved}" if saved else why
         return _failed(text, options, saved)
     ranks = [ProgramRecord(record) for record in records]
-    if view is not None:
-        view.verdict, view.limited_by = content.verdict, _limited_by(ranks[0])
     times = [ms for one in ranks if (ms := one.step_ms) is not None]
     traced = [one.summary.wall_ms for one in ranks if one.summary is not None]
     peaks = [size for record in records if (size := record.quantity("peak_bytes")) is not None]
@@ -319,17 +292,6 @@ def _stored(
         log(f"the recording is not in the store: {error}")
         return records, ""
     return records, run.id
-
-
-def _limited_by(lead: ProgramRecord) -> str:
-    """What limits the step: the CPU, if the GPU often waits for it; empty without a trace."""
-    from stepscope.views.trace.findings import HOST_LIMITS_FROM
-
-    idle = lead.host_idle
-    if idle is None:
-        return "runs on the CPU" if lead.record.environment.device_kind == "cpu" else ""
-    limit = "CPU" if idle >= HOST_LIMITS_FROM else "GPU"
-    return f"limited by the {limit}: the GPU waits for the CPU {percent(idle)} of a step"
 
 
 def _save(records: Sequence[Record], path: Path) -> Path:

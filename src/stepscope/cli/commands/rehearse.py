@@ -9,7 +9,6 @@ from typing import Annotated
 import tyro
 
 from stepscope.analysis.plausibility import plausible
-from stepscope.analysis.rehearsal.closed_forms import ParallelStrategy
 from stepscope.analysis.rehearsal.cluster import LINKS, custom_cluster, make_cluster
 from stepscope.analysis.rehearsal.replay import Replay
 from stepscope.analysis.rehearsal.sweep import ALL, BUCKETS_MB
@@ -34,7 +33,6 @@ from stepscope.studies.rehearsal.subject import (
     Prediction,
     Question,
     Subject,
-    closed_forms,
     predict,
     preset_network,
     rank_memory,
@@ -76,11 +74,6 @@ class RehearseOptions(AnswerOptions, frozen=True, kw_only=True):
     """Batch size per rank; default: as recorded. Forward and backward are scaled in proportion."""
     faster: float = 1.0
     """Predict for a device that is this many times as fast as the recorded one."""
-    tflops: float | None = None
-    """Compute rate of a device in TFLOP/s, for the batch sizes at which parallelism becomes
-    communication-bound; default: as recorded."""
-    tensor: int = 0
-    """Ranks per tensor-parallel group in 2-D parallelism; 0 means one node."""
     exposed_above: float = 20.0
     """Largest share of exposed communication, in percent of the step, at which scaling still
     pays."""
@@ -102,11 +95,9 @@ class RehearseOptions(AnswerOptions, frozen=True, kw_only=True):
             raise UsageError("there is nothing to predict", "give --ranks and --strategy a value")
         for size in self.bucket_mb or (0.0,):
             _require_above_zero("bucket_mb", size)
-        for name in ("batch", "faster", "tflops", "exposed_above"):
+        for name in ("batch", "faster", "exposed_above"):
             if (value := getattr(self, name)) is not None:
                 _require_above_zero(name, value)
-        if self.tensor < 0:
-            raise UsageError(f"tensor is {self.tensor}", "it must be 0 or above")
 
     @property
     def networks(self) -> tuple[Network, ...]:
@@ -126,7 +117,6 @@ class RehearseOptions(AnswerOptions, frozen=True, kw_only=True):
             tuple(sorted(set(self.bucket_mb))),
             tuple(dict.fromkeys(self.strategy)),
             self.exposed_above / 100,
-            self.tensor,
         )
 
     @property
@@ -146,8 +136,7 @@ def main(words: list[str]) -> int:
         "Predict the time of a training step on a cluster, from a step recorded on one device.\n"
         "For each number of ranks, interconnect and strategy it reports the step time, the\n"
         "communication that computation does not hide (exposed), and the best bucket size; then\n"
-        "the number of ranks up to which scaling pays, and the batch size below which data,\n"
-        "tensor, FSDP and 2-D parallelism are communication-bound. Writes rehearsal.html.",
+        "the number of ranks up to which scaling pays. Writes rehearsal.html.",
         (
             "stepscope inspect train.py; stepscope rehearse",
             "stepscope run rehearsal --size small --context 512 --dtype bfloat16",
@@ -211,7 +200,7 @@ def _adjusted(options: RehearseOptions, subject: Subject) -> Subject:
         recording=recording.with_batch(batch / subject.batch),
         memory=subject.memory and subject.memory.with_batch(batch / subject.batch),
         batch=batch,
-        flops_per_s=rate if options.tflops is None else options.tflops * 1e12,
+        flops_per_s=rate,
     )
 
 
@@ -260,13 +249,6 @@ def _facts(subject: Subject, question: Question) -> dict[str, object]:
             }
             for name, curve in scalings.items()
         },
-        "closed_forms": [
-            {"link": network.name, "ranks": ranks, **_strategy_facts(strategy, subject.batch)}
-            for network in question.networks
-            for ranks in question.ranks_over(network)
-            if ranks > 1
-            for strategy in closed_forms(subject, question, network, ranks)
-        ],
     }
 
 
@@ -287,15 +269,6 @@ def _prediction_facts(subject: Subject, prediction: Prediction) -> dict[str, obj
         "best_bucket_mb": prediction.buckets.best,
         "bucket_step_ms": {f"{size:g}": s.step_ms for size, s in prediction.buckets.steps.items()},
         "strategies": {name: facts(name, step) for name, step in prediction.steps.items()},
-    }
-
-
-def _strategy_facts(strategy: ParallelStrategy, batch: float) -> dict[str, object]:
-    return {
-        "parallelism": strategy.name,
-        "bound_below_sequences": strategy.bound_below,
-        "unit": strategy.unit,
-        "ratio": strategy.ratio(batch),
     }
 
 

@@ -16,7 +16,6 @@ from stepscope.studies.allreduce.cases import AllReduceCase
 from stepscope.studies.base import Result
 from stepscope.views.builders import grouped, ids
 from stepscope.views.figures import curves
-from stepscope.views.published import Mine, published_tables
 from stepscope.views.ranks import RankedResult, variant_rows
 
 FORMULA = (
@@ -79,21 +78,11 @@ class Point(NamedTuple):
 
 def view(results: Sequence[Result[AllReduceCase]]) -> tuple[Block, ...]:
     sweeps = [Sweep(*result) for result in results]
-    mine = [
-        Mine(
-            sweep.record,
-            {"collective": sweep.case.collective, "ranks": sweep.case.ranks, "size": point.size},
-            {"time": point.time.median},
-        )
-        for sweep in sweeps
-        for point in sweep.points
-    ]
     return (
         *_findings(sweeps),
         *_figures(sweeps),
         _table(sweeps),
         *_link_table(sweeps),
-        *published_tables("allreduce", mine),
     )
 
 

@@ -19,7 +19,6 @@ from stepscope.studies.attention.cases import AttentionCase
 from stepscope.studies.attention.workload import AttentionWorkload
 from stepscope.studies.base import Result
 from stepscope.views.builders import finding, grouped, sampled_curve
-from stepscope.views.published import Mine, published_tables
 
 _LONGEST = 3
 """Number of longest lengths for the fit: short ones are dominated by CPU time and fixed costs."""
@@ -42,7 +41,6 @@ def view(results: Sequence[Pass]) -> tuple[Block, ...]:
         *_figures(timed),
         _times_table(results),
         *_peak_table(results),
-        *published_tables("attention", [_mine(*result) for result in timed]),
     )
 
 
@@ -265,15 +263,6 @@ def _first_beyond(work: AttentionCase, memory: int) -> tuple[AttentionCase, Atte
     while predicted_peak_bytes(work, True) <= memory:
         fits, work = work, msgspec.structs.replace(work, seq=2 * work.seq)
     return fits, work
-
-
-def _mine(record: Record, case: AttentionCase) -> Mine:
-    """A pass for the comparison with published values; naive attention is memory-bound."""
-    values: dict[str, float | None] = {case.mode: median_ms(record, "step")}
-    if case.mode == "backward":
-        values["before backward"] = record.quantity("saved_bytes")
-        values["peak"] = record.quantity("peak_bytes")
-    return Mine(record, case.config, values, "memory.copy")
 
 
 class _Row(NamedTuple):

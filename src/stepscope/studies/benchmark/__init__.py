@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from stepscope.analysis.limits import median_ms
 from stepscope.analysis.verdict import Verdict
 from stepscope.records.schema import Record
@@ -40,16 +38,14 @@ class Benchmark(Study[BenchmarkFlags, BenchmarkCase]):
     case = BenchmarkCase
 
     def cases(self, flags: BenchmarkFlags) -> tuple[BenchmarkCase, ...]:
-        energy = flags.energy or msgspec.UNSET
         return tuple(
-            case_of(workload, BenchmarkCase, flags, energy=energy)
-            for workload in workloads(flags, flags.mode)
+            case_of(workload, BenchmarkCase, flags) for workload in workloads(flags, flags.mode)
         )
 
     def measure(self, case: BenchmarkCase, bench: Bench) -> Measurement:
         from stepscope.training.timed import measure_step
 
-        return measure_step(case, case, bench, energy=case.energy is True)
+        return measure_step(case, case, bench)
 
     def verdict(self, records: Sequence[Record]) -> Verdict | None:
         """The longest step of the headline table; where some of its steps were traced, `profile`

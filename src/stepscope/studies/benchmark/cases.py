@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-import msgspec
-
 from stepscope.analysis.predict.plan import MODES, Mode
 from stepscope.training.flag_checks import check_at_least, check_seconds
 from stepscope.training.flags import WorkloadFlags
@@ -23,8 +19,6 @@ class BenchmarkFlags(WorkloadFlags, frozen=True, kw_only=True):
     """Minimum number of samples."""
     min_seconds: float = 0.5
     """Keep sampling until this much time has passed (at most 200 samples)."""
-    energy: bool = False
-    """Also measure the energy of a step with the device's counter; a few seconds more per case."""
 
     def __post_init__(self) -> None:
         check_at_least(1, steps=self.steps)
@@ -38,5 +32,3 @@ class BenchmarkCase(Workload, frozen=True, kw_only=True):
     warmup: int
     steps: int
     min_seconds: float
-    energy: Literal[True] | msgspec.UnsetType = msgspec.UNSET
-    """Left out of the config unless requested: cases without it keep their identity."""

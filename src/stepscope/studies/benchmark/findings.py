@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from stepscope.analysis.checks import PHASES_OFF, check_record
+from stepscope.analysis.checks import PHASES_OFF
 from stepscope.analysis.conclusions import NOTHING, Conclusion, conclude, joined
 from stepscope.analysis.effects import Effect, ratio
 from stepscope.analysis.group_checks import check_group
@@ -26,7 +26,6 @@ from stepscope.studies.benchmark.rows import (
     pairs_of,
 )
 from stepscope.views.builders import failure_findings, finding, grouped
-from stepscope.views.energy import energy_finding
 
 _PASSES = ("forward", "backward", "optimizer")
 _AS_EXPECTED = 0.3
@@ -40,9 +39,6 @@ def benchmark_findings(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
     yield from _backward_over_forward(rows)
     yield from _cpu_bound(rows)
     yield from dtype_findings(rows)
-    for row in rows:
-        if row.step_record is not None:
-            yield from energy_finding(row.step_record, row.name)
     yield from _phases_against_step(rows)
     yield from _failures(rows)
     yield from _checks(rows)
@@ -171,15 +167,6 @@ def _cpu_bound(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
     records = [record for _, _, record in shares]
     bound = [row.name for share, row, _ in shares if share.bound]
     if not bound:
-        yield finding(
-            "benchmark.device-limits",
-            "No step is CPU-bound: none has an empty launch queue for most of its time.",
-            records,
-            {"steps": len(shares)},
-            tone="good"
-            if all(share.effect.below and is_steady(record) for share, _, record in shares)
-            else "info",
-        )
         return
     names = some(list(dict.fromkeys(bound)))
     shown = [share.effect for share, _, _ in shares if share.effect.above]
@@ -353,14 +340,11 @@ def _failures(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
 
 
 def _checks(rows: Sequence[BenchmarkRow]) -> Iterator[Finding]:
-    """Failed checks by code. They are run again, because a record may be older than a check."""
+    """Failed checks of records against each other, by code; those of single records are in the list
+    of all records."""
     records = [record for row in rows for record in row.records]
     of_groups = check_group(records)
-    failed = [
-        (check, record)
-        for record in records
-        for check in (*check_record(record), *of_groups.get(record.id, ()))
-    ]
+    failed = [(check, record) for record in records for check in of_groups.get(record.id, ())]
     for code, members in grouped(failed, lambda pair: pair[0].code).items():
         yield finding(
             "benchmark.failed-check",

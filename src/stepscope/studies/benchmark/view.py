@@ -9,7 +9,6 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.analysis.limits import achieved_flops
-from stepscope.model.config import precision
 from stepscope.records.schema import Record
 from stepscope.records.stats import stability, summarize
 from stepscope.report.blocks import Block, Figure, Table
@@ -36,7 +35,6 @@ from stepscope.views.builders import (
     suffix,
 )
 from stepscope.views.identity import step_columns
-from stepscope.views.published import Mine, published_tables, step_conditions
 from stepscope.views.verdict import limit_share
 
 _HEADLINE_ROWS = 12
@@ -71,20 +69,7 @@ def view(results: Sequence[Result[BenchmarkCase]]) -> tuple[Block, ...]:
         *dtypes_table(rows),
         _times_table(rows),
         _throughput_table(rows),
-        *published_tables("benchmark", [mine for row in rows for mine in _mine(row)]),
     )
-
-
-def _mine(row: BenchmarkRow) -> Iterator[Mine]:
-    """The row as conditions of published figures, if it ran."""
-    conditions = step_conditions(row.workload)
-    if row.done and conditions is not None:
-        # Published figures of a step cover all its modes.
-        conditions.pop("mode")
-        parts = {name: row.summary(name) for name in ("forward", "backward", "both", "step")}
-        values = {name: part.median if part else None for name, part in parts.items()}
-        ceiling = f"matmul.{precision(row.workload.dtype).fastest}"
-        yield Mine(row.done[-1], conditions, values, ceiling)
 
 
 class Timed(NamedTuple):

@@ -4,8 +4,7 @@
 
 The same training step without checkpointing, with segments of 1, 2, 4, … blocks that save only
 their input, with single blocks nested in segments, and with segments halved recursively. Each peak
-is compared with its prediction. A budget adds a case: the strategy that is predicted to fit with
-the least recomputation, run under that limit.
+is compared with its prediction. `stepscope predict --budget` names the smallest change that fits.
 """
 
 from __future__ import annotations
@@ -20,13 +19,10 @@ from stepscope.training.post_mortem import step_post_mortem
 class Checkpointing(Study[CheckpointingFlags, CheckpointingCase]):
     name = "checkpointing"
     title = "Activation checkpointing"
-    question = (
-        "How much memory does activation checkpointing save, what does it cost in time,"
-        " and which strategy is the best under a memory budget?"
-    )
+    question = "How much memory does activation checkpointing save, and what does it cost in time?"
     examples = (
         "stepscope run checkpointing --size xl --table 2026 --context 2048 --dtype bfloat16",
-        "stepscope run checkpointing --size large --checkpoint no 1 nested --budget-gib 24",
+        "stepscope run checkpointing --size large --checkpoint no 1 nested",
         "stepscope run checkpointing --size tiny --layers 8 --context 64 --device cpu",
     )
     flags = CheckpointingFlags

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -35,11 +34,9 @@ class StrategyRun:
     """One strategy of a sweep, run or not."""
 
     def __init__(self, result: Result[CheckpointingCase]) -> None:
-        self.record, planned = result
-        self.budget = planned.budget
-        self.strategy = self.record.notes.get("strategy", planned.checkpoint)
-        self.case = msgspec.structs.replace(planned, checkpoint=self.strategy)
-        self.layers = int(self.record.quantity("blocks") or planned.layers)
+        self.record, self.case = result
+        self.strategy = self.case.checkpoint
+        self.layers = int(self.record.quantity("blocks") or self.case.layers)
         self.sizes = segment_sizes(self.strategy, self.layers)
         self.inputs = saved_inputs(self.sizes, self.layers)
         self.again = recomputed_blocks(self.sizes, self.layers) / self.layers
@@ -81,8 +78,7 @@ class Sweep:
     """All strategies of one step."""
 
     def __init__(self, members: Sequence[StrategyRun]) -> None:
-        self.all = [each for each in members if each.budget is None]
-        self.budgets = [each for each in members if each.budget is not None]
+        self.all = members
         self.ran = [each for each in self.all if each.ok and each.ms is not None]
         self.name = _plain(members[0].case).name
         self.baseline = self.of(NONE)
@@ -118,7 +114,7 @@ def _beats(one: StrategyRun, other: StrategyRun) -> bool:
 
 
 def _plain(case: CheckpointingCase) -> CheckpointingCase:
-    return msgspec.structs.replace(case, checkpoint=NONE, budget_bytes=msgspec.UNSET)
+    return msgspec.structs.replace(case, checkpoint=NONE)
 
 
 def sweeps(results: Sequence[Result[CheckpointingCase]]) -> list[Sweep]:
@@ -132,7 +128,6 @@ def view(results: Sequence[Result[CheckpointingCase]]) -> tuple[Block, ...]:
         *(finding for sweep in all_sweeps for finding in _saving(sweep)),
         *(finding for sweep in all_sweeps for finding in _neighbors(sweep)),
         *(finding for sweep in all_sweeps for finding in _nested(sweep)),
-        *(_budget(sweep, each) for sweep in all_sweeps for each in sweep.budgets),
         *(_pareto(index, sweep) for index, sweep in enumerate(all_sweeps) if len(sweep.ran) > 1),
         *(_table(index, sweep) for index, sweep in enumerate(all_sweeps)),
     )
@@ -282,55 +277,6 @@ def _nested(sweep: Sweep) -> Iterator[Finding]:
     )
 
 
-def _budget(sweep: Sweep, each: StrategyRun) -> Finding:
-    """The strategy chosen for the budget, and whether it fitted when run."""
-    assert each.budget is not None
-    values: dict[str, Value] = {"step": sweep.name, "budget": each.budget}
-    if not each.ok:
-        return finding(
-            "checkpointing.budget-not-run",
-            f"{sweep.name} under {bytes_(each.budget)}: {each.record.status}, {each.record.reason}",
-            each,
-            values | {"status": each.record.status},
-            tone="warn",
-        )
-    fits = each.peak <= each.budget
-    limit = (
-        "run under that limit,"
-        if each.record.environment.device_kind == "cuda"
-        else "counted (a CPU has no limit to set),"
-    )
-    values |= {
-        "strategy": each.strategy,
-        "predicted": each.predicted,
-        "peak": each.peak,
-        "fits": fits,
-        "ms": each.ms,
-    }
-    within = [other for other in sweep.ran if other.peak <= each.budget]
-    best = min(within, key=lambda other: other.ms or math.inf, default=None)
-    faster = best if best is not None and best.strategy != each.strategy else None
-    if faster is not None:
-        values |= {"fastest": faster.strategy, "fastest_ms": faster.ms}
-    return finding(
-        "checkpointing.budget",
-        f"{sweep.name} under {bytes_(each.budget)}: {each.words} was chosen from the"
-        f" prediction ({bytes_(each.predicted or 0)}) for the least recomputation; {limit} it"
-        f" peaks at {bytes_(each.peak)} and {'fits' if fits else 'does not fit'}, with"
-        f" {duration(each.ms or 0)} a step.",
-        [each, *(within if faster else ())],
-        values,
-        conclusion=conclude(
-            f"The fastest strategy of the sweep that fits is {faster.words},"
-            f" {duration(faster.ms or 0)}.",
-            each.slower_than(faster),
-        )
-        if faster
-        else NOTHING,
-        tone="good" if fits else "warn",
-    )
-
-
 def _pareto(index: int, sweep: Sweep) -> Figure:
     unit, name = (_GIB, "GiB") if max(e.peak for e in sweep.ran) >= _GIB else (2**20, "MiB")
 
@@ -368,7 +314,6 @@ def _table(index: int, sweep: Sweep) -> Table:
         ),
         col("saved inputs", lambda e: e.inputs, "count", key=True, hint="of segments, at most"),
         col("recomputed", lambda e: e.again, "number", key=True, hint="forward passes per block"),
-        col("budget", lambda e: e.budget, "bytes", hint="limit that it ran under", key=True),
         col("peak", lambda e: e.peak, "bytes"),
         col("predicted", lambda e: e.predicted, "bytes", hint="from the configuration alone"),
         col("off", lambda e: e.off, "percent", hint="predicted over measured, minus one"),
@@ -385,14 +330,14 @@ def _table(index: int, sweep: Sweep) -> Table:
         ),
         col(
             "on the front",
-            lambda e: "yes" if e.strategy in best and e.budget is None else "",
+            lambda e: "yes" if e.strategy in best else "",
             hint="no other has a shorter step and a peak that is lower or higher by 0.5 % only",
         ),
     ]
     return table(
         f"checkpointing-strategies{suffix(index)}",
         f"Every strategy: {sweep.name}",
-        (*sweep.all, *sweep.budgets),
+        sweep.all,
         columns,
         caption="On CUDA: `max_memory_allocated`; on a CPU: the bytes of all live tensors.",
     )

@@ -77,4 +77,6 @@ def distinct(blocks: Iterable[Block], before: Sequence[Block] = ()) -> tuple[Blo
 
 
 def part_needs(part: Part) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(show.need for show in part.shows))
+    """The needs that this machine measures."""
+    needs = dict.fromkeys(show.need for show in part.shows)
+    return tuple(need for need in needs if not NEEDS[need].committed_only)

@@ -22,15 +22,17 @@ class Need(msgspec.Struct, frozen=True):
     """Flags of one study for each kind of machine."""
 
     study: str
-    quick: Flags
+    quick: Flags = {}
     """On a CPU, in seconds."""
-    cpu: Flags
+    cpu: Flags = {}
     """On a CPU without a hurry."""
-    gpu: Flags
+    gpu: Flags = {}
     """On a GPU: what the handout asks for."""
-    quick_gpu: Flags
+    quick_gpu: Flags = {}
     records: str = ""
     """File of committed records in `results/`."""
+    committed_only: bool = False
+    """True for a study of `benchmarks/`, whose committed records answer on every machine."""
     by_edition: dict[Edition, Flags] = {}
     """Further flags on a GPU: the sizes of an edition."""
 

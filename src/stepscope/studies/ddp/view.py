@@ -16,7 +16,6 @@ from stepscope.studies.ddp.cases import ALONE, TORCH, DDPCase
 from stepscope.studies.ddp.results import PHASES, DDPResult
 from stepscope.views.builders import bracketed, rated
 from stepscope.views.figures import curves, lane
-from stepscope.views.published import published_tables, ranked_step
 from stepscope.views.ranks import difference_column, step_column, variant_rows
 
 Lanes = dict[str, dict[str, list[tuple[float, float, str]]]]
@@ -32,14 +31,6 @@ def view(results: Sequence[Result[DDPCase]]) -> tuple[Block, ...]:
         *bucket_blocks(done),
         _table(known),
         *_rank_table(done),
-        *published_tables(
-            "ddp",
-            [
-                ranked_step(*timed, strategy, timed.median("step", strategy))
-                for timed in done
-                for strategy in timed.names
-            ],
-        ),
     )
 
 

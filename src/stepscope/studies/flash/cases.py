@@ -9,7 +9,6 @@ from typing import Any, Literal
 import msgspec
 
 from stepscope.attention.registry import implementation
-from stepscope.attention.tiles import Pass
 from stepscope.errors import UsageError
 from stepscope.model.config import PRECISIONS, precision
 from stepscope.studies.attention.workload import AttentionInputs, AttentionWorkload, check_rule
@@ -17,7 +16,6 @@ from stepscope.training.flag_checks import check_at_least, check_seconds
 
 Part = Literal["grid", "race"]
 PARTS: tuple[Part, ...] = ("grid", "race")
-PASSES: tuple[Pass, ...] = ("forward", "key_value", "query")
 
 _LONGEST = {"tiled": 4096, "compiled": 16384}
 """Longest sequence by implementation: longer loops over tiles take seconds in Python, and compiled
@@ -196,21 +194,7 @@ class AttentionRaceCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag=
         return msgspec.structs.replace(super().workload(attention), causal=self.causal)
 
 
-class TilesCase(Shape, frozen=True, kw_only=True, tag_field="kind", tag="tiles"):
-    """Tile sizes of a kernel, in records of version 0.2; `scripts/tune_tiles.py` times them now."""
-
-    kernel: Pass = msgspec.field(name="pass")
-    causal: bool = True
-    tile_sizes: tuple[int, ...] = msgspec.field(name="sizes")
-    warps: int
-    samples: int
-
-    @property
-    def key(self) -> str:
-        return f"tiles_{self.kernel}_d{self.head}"
-
-
-FlashCase = GridCase | AttentionRaceCase | TilesCase
+FlashCase = GridCase | AttentionRaceCase
 
 
 def left_out(attention: str, shape: Shape) -> str | None:

@@ -1,4 +1,4 @@
-"""Findings of the grid, and of failed cases and failed checks in all parts of the study."""
+"""Findings of the grid, and of failed cases in all parts of the study."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ POLICY = (
     "at most 1.0× (output, 16 bit), 1.5× (gradients, 16 bit) or 2× (float32) the error of the"
     " reference in the same dtype, plus one unit in the last place"
 )
-_OF_THE_HOST = ("wide-spread", "first-call-inside")
-"""Checks of the spread, which CPU-bound times are expected to fail."""
 
 
 def grid_findings(rows: Sequence[GridRow]) -> Iterator[Finding]:
@@ -305,21 +303,6 @@ def _own_kernels(rows: Sequence[GridRow]) -> Iterator[Finding]:
         )
 
 
-def common_findings(records: Sequence[Record], rows: Sequence[GridRow]) -> Iterator[Finding]:
-    """Failed cases and failed checks of all parts."""
+def common_findings(records: Sequence[Record]) -> Iterator[Finding]:
+    """Failed cases of all parts."""
     yield from failure_findings("flash.without-result", [(r.case, r) for r in records])
-    cpu_bound = {row.record.id for row in rows if row.is_cpu_bound}
-    failed = [(check, record) for record in records for check in check_record(record)]
-    for code, matches in grouped(failed, lambda pair: pair[0].code).items():
-        expected = sum(record.id in cpu_bound for _, record in matches) * (code in _OF_THE_HOST)
-        text = f"Check {code} failed {len(matches)}×, first: {matches[0][0].message}"
-        if expected:
-            text += f". Of these, {counted(expected, 'cell')} are CPU-bound"
-        yield finding(
-            "flash.failed-check",
-            f"{text}.",
-            [record for _, record in matches],
-            {"check": code, "times": len(matches), "host_decides": expected},
-            tone="warn",
-            timed=False,
-        )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,7 +16,7 @@ from stepscope.studies.attention.workload import (
 )
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.studies.flash.accuracy import errors
-from stepscope.studies.flash.cases import AttentionRaceCase, FlashCase, GridCase, TilesCase
+from stepscope.studies.flash.cases import AttentionRaceCase, FlashCase, GridCase
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
@@ -28,9 +27,6 @@ _MAX_FLOPS_ON_A_CPU = 5e10
 _YARDSTICK = "sdpa"
 """Implementation that allocates the tensors of a race; all others are variants of it."""
 
-Resources = dict[str, tuple[float, str]]
-"""Values with their units."""
-
 
 def measure(case: FlashCase, bench: Bench) -> Measurement:
     match case:
@@ -38,8 +34,6 @@ def measure(case: FlashCase, bench: Bench) -> Measurement:
             return _measure_grid(case, bench)
         case AttentionRaceCase():
             return _measure_race(case, bench)
-        case TilesCase():
-            raise CaseSkipped("tiles are timed by scripts/tune_tiles.py")
 
 
 def _measure_grid(case: GridCase, bench: Bench) -> Measurement:
@@ -67,8 +61,6 @@ def _measure_grid(case: GridCase, bench: Bench) -> Measurement:
     if allocated_before is not None and peak is not None:
         quantities.append(Quantity(name="peak_bytes", value=peak - allocated_before, unit="B"))
     quantities += errors(step, device)
-    if case.attention == "triton":
-        quantities += launch_resources(step.results)
     return Measurement(
         series=(*series["both"], *series["forward"], *series["backward"]),
         quantities=tuple(quantities),
@@ -216,40 +208,3 @@ def _choice(step: AttentionStep) -> str:
     causal = step.workload.causal
     chosen = explain(step.q, step.k, step.v, is_causal=causal, rules=step.rules).chosen
     return f"takes {chosen}"
-
-
-def launch_resources(run: Callable[[], object]) -> tuple[Quantity, ...]:
-    """Tile and compiled resources of each kernel that `run` launches; the variant is its pass."""
-    from stepscope.attention.triton import launch as triton_launch
-
-    with triton_launch.recorded_launches() as launches:
-        run()
-    resources = {launch.kind: _resources(launch) for launch in launches}
-    return tuple(
-        quantity for kind, values in resources.items() for quantity in _quantities(kind, values)
-    )
-
-
-def _resources(launch: Any) -> Resources:
-    """Tile and resources; the delta kernel has no tile, and the interpreter compiles nothing."""
-    resources: Resources = {}
-    tile, kernel = launch.tile, launch.kernel
-    if tile is not None:
-        resources |= {
-            "tile_m": (tile.m, "rows"),
-            "tile_n": (tile.n, "rows"),
-            "warps": (tile.warps, "warps"),
-            "stages": (tile.stages, "stages"),
-        }
-    if kernel is not None:
-        resources |= {
-            "registers": (kernel.n_regs, "registers"),
-            "spills": (kernel.n_spills, "registers"),
-            "shared_bytes": (kernel.metadata.shared, "B"),
-        }
-    return resources
-
-
-def _quantities(variant: str, resources: Resources) -> Iterator[Quantity]:
-    for name, (value, unit) in resources.items():
-        yield Quantity(name=name, variant=variant, value=value, unit=unit)

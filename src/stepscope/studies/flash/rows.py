@@ -7,7 +7,7 @@ from functools import cached_property
 
 from stepscope.analysis.limits import matrix_ceiling, median_ms, share_of
 from stepscope.analysis.verdict import Share
-from stepscope.records.schema import Record, Series
+from stepscope.records.schema import Series
 from stepscope.records.stats import Ratio, Summary, ratio_interval, summarize
 from stepscope.studies.attention.workload import RESULTS
 from stepscope.studies.base import Result, results_of
@@ -136,11 +136,6 @@ class AttentionRace(Result[AttentionRaceCase]):
 
     def _series(self, name: str, in_a_row: bool) -> Series | None:
         return self.record.find("wall" if in_a_row else "step", variant=name)
-
-
-def integer_quantity(record: Record, variant: str, name: str) -> int | None:
-    value = record.quantity(name, variant=variant)
-    return None if value is None else int(value)
 
 
 def grid_rows(results: Sequence[Result[FlashCase]]) -> list[GridRow]:

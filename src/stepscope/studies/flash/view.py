@@ -28,7 +28,6 @@ from stepscope.studies.flash.findings import (
     grid_findings,
 )
 from stepscope.studies.flash.kernels import (
-    health_table,
     kernels_table,
 )
 from stepscope.studies.flash.races import race_findings, race_table, speed_table
@@ -54,14 +53,13 @@ def view(results: Results) -> tuple[Block, ...]:
     return (
         *race_findings(ran),
         *grid_findings(rows),
-        *common_findings([result.record for result in results], rows),
+        *common_findings([result.record for result in results]),
         *filter(None, (speed_table(ran), race_table(ran))),
         *_length_blocks(rows),
         *_baseline_table(rows),
         *_memory_blocks(rows),
         *_accuracy_tables(rows),
         *kernels_table(rows),
-        *health_table(rows),
         *_cell_tables(rows),
     )
 

@@ -189,53 +189,5 @@ class LayerProbe(Part, frozen=True):
 
 
 Probes = tuple[LayerProbe, ...]
-ONLY, WITHOUT = "only", "without"
-ENDS = "the first and last block"
-
-
-class GradientError(Part, frozen=True, array_like=True):
-    """A gradient against that of float32 at the same weights and batch. None: it is not finite."""
-
-    error: float | None
-    """Norm of the difference over the norm of float32's gradient."""
-    slope: float | None
-    """Product with float32's gradient over the squared norm of that: 1 without a bias."""
-
-
-class GradientPass(Part, frozen=True):
-    """A forward and backward pass with FP8 in some layers and bfloat16 in the others."""
-
-    fp8: str
-    """Where: none, all, or all layers only of a group or without it."""
-    layers: str
-    """Name of the group; empty for none and all."""
-    weights: int
-    """Number of weights in FP8."""
-    loss: float | None
-    total: GradientError
-    """The gradient of all parameters."""
-    kinds: dict[str, GradientError]
-    """The gradients of parameters of the same name in all blocks."""
-
-
-class LayerGroup(Part, frozen=True):
-    """Layers of all blocks that `accelerate` runs in one dtype, such as fused QKV or an MLP."""
-
-    name: str
-    patterns: tuple[str, ...]
-    """Patterns of the names of these layers."""
-
-
-class GradientProbe(Part, frozen=True):
-    """Gradients at fixed weights and a fixed batch."""
-
-    step: int
-    arithmetic: str
-    loss: float
-    """In float32."""
-    groups: tuple[LayerGroup, ...]
-    passes: tuple[GradientPass, ...]
-
-
 LeftOut = dict[str, str]
 """Linear layers without FP8 GEMMs, with the reason."""

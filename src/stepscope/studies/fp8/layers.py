@@ -29,9 +29,6 @@ class Linears(NamedTuple):
     eligible: dict[str, nn.Linear]
     left_out: dict[str, str]
     """The others, with the reason."""
-    reads: dict[str, int]
-    """Number of the tensor that each eligible layer reads, in the order of the calls: the same for
-    layers that read one tensor after each other."""
 
 
 def linears_of(model: nn.Module, forward: Callable[[], object]) -> Linears:
@@ -41,17 +38,10 @@ def linears_of(model: nn.Module, forward: Callable[[], object]) -> Linears:
     from torch import nn
 
     calls: dict[str, int] = {}
-    reads: dict[str, int] = {}
-    read: object = None
 
-    def called(name: str, _: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
-        nonlocal read
+    def called(name: str, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
         calls.pop(name, None)
         calls[name] = output.numel() // output.shape[-1]
-        same = bool(arguments) and arguments[0] is read
-        read = arguments[0] if arguments else None
-        last = max(reads.values(), default=0)
-        reads[name] = last if same else last + 1
 
     named = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     handles = [m.register_forward_hook(partial(called, n)) for n, m in named.items()]
@@ -80,7 +70,7 @@ def linears_of(model: nn.Module, forward: Callable[[], object]) -> Linears:
             left_out[name] = reason
         else:
             eligible[name] = layer
-    return Linears(eligible, left_out, {name: reads[name] for name in calls if name in eligible})
+    return Linears(eligible, left_out)
 
 
 def use_fp8(layers: Mapping[str, nn.Linear], recipe: Recipe, device: torch.device) -> str:

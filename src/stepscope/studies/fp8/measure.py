@@ -10,7 +10,7 @@ import msgspec
 
 from stepscope.records.schema import Quantity, Series
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
-from stepscope.studies.fp8.cases import Fp8Case, GradientProbe, TensorsCase, TrainingCase
+from stepscope.studies.fp8.cases import Fp8Case, TensorsCase, TrainingCase
 from stepscope.training.factory import make_step
 from stepscope.training.subject import TrainingStep
 from stepscope.training.text import TextBatches
@@ -38,33 +38,15 @@ def _tensors(case: TensorsCase, bench: Bench) -> Measurement:
         with observer.step(step, examine=step in probed):
             losses.append(trained.train(step))
         bench.progress(step, case.steps, "steps of training")
-    gradients, why = _gradients(trained, case.steps, bench)
-    attachments = {"gradients": gradients} if gradients is not None else {}
     return Measurement(
         series=(Series(name="loss", unit="nats", values=tuple(losses), variant="bf16"),),
         quantities=trained.quantities(),
-        notes=trained.notes() | ({"gradients": why} if why else {}),
+        notes=trained.notes(),
         attachments={
             "probes": observer.probes,
             "left_out": trained.linears.left_out,
-            **attachments,
         },
     )
-
-
-def _gradients(trained: _Trained, at: int, bench: Bench) -> tuple[GradientProbe | None, str]:
-    """Compare gradients on the last batch, or return why not."""
-    import torch
-
-    from stepscope.studies.fp8.gradients import gradient_probe
-
-    try:
-        found = gradient_probe(trained.step, trained.linears, at, bench.progress)
-    except torch.OutOfMemoryError:
-        # Float32 needs more memory than the training, whose probes are complete.
-        bench.device.release()
-        return None, "not compared: float32 runs out of memory"
-    return found, "" if found is not None else "not compared: zero or not finite in float32"
 
 
 def _training(case: TrainingCase, bench: Bench) -> Measurement:

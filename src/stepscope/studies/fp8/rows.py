@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median, stdev
 
@@ -12,12 +11,7 @@ from stepscope.kernels.fp8.recipe import E4M3, TENSORWISE
 from stepscope.studies.base import Result, results_of
 from stepscope.studies.fp8.cases import (
     GEMMS,
-    ONLY,
-    WITHOUT,
     Fp8Case,
-    GradientPass,
-    GradientProbe,
-    LayerGroup,
     LayerProbe,
     LeftOut,
     Probes,
@@ -85,47 +79,6 @@ class Layer:
         return self.last.noise
 
 
-class Gradients:
-    """The gradients of some passes against float32, at the end of a training."""
-
-    def __init__(self, probe: GradientProbe) -> None:
-        self.probe = probe
-        self.bf16 = self._find("none")
-        self.fp8 = self._find("all")
-
-    def _find(self, fp8: str, layers: str = "") -> GradientPass | None:
-        passes = (one for one in self.probe.passes if (one.fp8, one.layers) == (fp8, layers))
-        return next(passes, None)
-
-    @property
-    def to_keep(self) -> LayerGroup | None:
-        """The group to keep in bfloat16 first: the smallest of those that lower the squared error
-        by at least half of what the best one does; None if none lowers it."""
-        everywhere = self.error("all")
-        squared = math.inf if everywhere is None else everywhere**2
-        gains = {
-            group.name: squared - error**2
-            for group in self.probe.groups
-            if (error := self.error(WITHOUT, group.name)) is not None
-        }
-        most = max(gains.values(), default=0.0)
-        good = [group for group in self.probe.groups if gains.get(group.name, 0.0) >= most / 2]
-        return min(good, key=self.share_of, default=None) if most > 0 else None
-
-    def share_of(self, group: LayerGroup) -> float:
-        """Share of the eligible weights that this group has."""
-        alone = self._find(ONLY, group.name)
-        return (self.share(alone) if alone is not None else None) or 0.0
-
-    def error(self, fp8: str, layers: str = "") -> float | None:
-        found = self._find(fp8, layers)
-        return None if found is None else found.total.error
-
-    def share(self, one: GradientPass) -> float | None:
-        """Share of the eligible weights that are in FP8."""
-        return one.weights / self.fp8.weights if self.fp8 is not None else None
-
-
 class Examined:
     """The layers of a model in one bfloat16 training."""
 
@@ -135,8 +88,6 @@ class Examined:
         by_layer = grouped(probes, lambda probe: probe.layer)
         self.layers = [Layer(members) for members in by_layer.values()]
         self.left_out = self.record.attachment("left_out", LeftOut) or {}
-        gradients = self.record.attachment("gradients", GradientProbe)
-        self.gradients = None if gradients is None else Gradients(gradients)
         self.steps = tuple(dict.fromkeys(probe.step for probe in probes))
 
     @property

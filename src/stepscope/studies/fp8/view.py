@@ -7,13 +7,12 @@ from statistics import fmean
 
 from stepscope.analysis.conclusions import deduced
 from stepscope.errors import some
-from stepscope.kernels.fp8.recipe import E4M3, E5M2, TENSORWISE
+from stepscope.kernels.fp8.recipe import E5M2, TENSORWISE
 from stepscope.report.blocks import Block, Cell, Figure, Finding, Table, Value
 from stepscope.report.format import counted, percent
 from stepscope.report.tables import col, cols, failed_table, table
 from stepscope.studies.base import Result
 from stepscope.studies.fp8.cases import CURRENT, DTYPES, GEMMS, ROLES, Fp8Case
-from stepscope.studies.fp8.gradient_view import gradient_finding, gradient_tables, keeping
 from stepscope.studies.fp8.rows import (
     SAME_LOSS,
     TOO_MUCH,
@@ -57,7 +56,6 @@ def _verdict(subject: Subject) -> Iterator[Finding]:
                 " run.",
                 subject.examined,
                 {"model": subject.name},
-                conclusion=deduced(keeping(subject.examined, needed=False)),
                 timed=False,
             )
         return
@@ -113,15 +111,12 @@ def _verdict(subject: Subject) -> Iterator[Finding]:
         if subject.examined is not None
         else ""
     )
-    if subject.examined is not None:
-        needed = answer in ("no", "differs") or bool(flagged)
-        conclusion += f" {keeping(subject.examined, needed=needed)}"
     yield finding(
         "fp8.verdict",
         f"{text}{how}.",
         rows,
         values | {"answer": answer},
-        conclusion=deduced(conclusion.strip()),
+        conclusion=deduced(conclusion),
         tone="good" if answer == "yes" and not flagged else "warn",
         timed=False,
     )
@@ -129,7 +124,6 @@ def _verdict(subject: Subject) -> Iterator[Finding]:
 
 def _examined_findings(subject: Subject, examined: Examined) -> Iterator[Finding]:
     yield _gemm_finding(subject, examined)
-    yield from gradient_finding(subject, examined)
     if examined.left_out:
         listed = some([f"{name} ({why})" for name, why in examined.left_out.items()])
         yield finding(
@@ -243,12 +237,8 @@ def _training_table(subject: Subject, at: str) -> Table:
 
 def _examined_blocks(subject: Subject, examined: Examined, at: str) -> Iterator[Block]:
     yield _gemm_figure(subject, examined, at)
-    if len(examined.steps) > 1:
-        yield _underflow_figure(subject, examined, at)
-        yield _range_figure(subject, examined, at)
     yield _casts_table(subject, examined, at)
     yield _layers_table(subject, examined, at)
-    yield from gradient_tables(subject, examined, at)
 
 
 def _gemm_figure(subject: Subject, examined: Examined, at: str) -> Figure:
@@ -263,52 +253,6 @@ def _gemm_figure(subject: Subject, examined: Examined, at: str) -> Figure:
         x_label=f"the {len(shown)} layers with the largest error",
         y_label="error against float64, relative",
         caption="e4m3 with one scale per tensor; the largest of all probes.",
-    )
-
-
-def _underflow_figure(subject: Subject, examined: Examined, at: str) -> Figure:
-    chosen = sorted(examined.layers, key=lambda layer: -layer.underflow("gradient"))[:6]
-    return Figure(
-        name=f"fp8-underflow{at}",
-        title=f"Underflow of the gradients of {subject.name} over training",
-        curves=tuple(
-            curve(
-                layer.name,
-                (
-                    (float(probe.step), probe.casts["gradient"][E4M3][TENSORWISE].underflow)
-                    for probe in layer.probes
-                ),
-            )
-            for layer in chosen
-        ),
-        x_label="step",
-        y_label="share of nonzero values that become zero",
-        caption="e4m3 with one scale per tensor; the layers with the most underflow.",
-    )
-
-
-def _range_figure(subject: Subject, examined: Examined, at: str) -> Figure:
-    def largest(role: str, step: int) -> float:
-        return max(
-            probe.amax[role]
-            for layer in examined.layers
-            for probe in layer.probes
-            if probe.step == step
-        )
-
-    return Figure(
-        name=f"fp8-amax{at}",
-        title=f"Largest absolute values of {subject.name} over training",
-        curves=tuple(
-            curve(
-                _ROLES[role],
-                ((float(step), max(largest(role, step), 1e-30)) for step in examined.steps),
-            )
-            for role in ROLES
-        ),
-        x_label="step",
-        y_label="amax, largest of all layers",
-        y_log=True,
     )
 
 

@@ -38,7 +38,6 @@ from stepscope.views.memory import (
     stack_figure,
 )
 from stepscope.views.prediction import lines_table
-from stepscope.views.published import Mine, published_tables, step_conditions
 
 _PHASES = ("forward", "loss", "backward", "optimizer")
 
@@ -66,7 +65,6 @@ def view(results: Sequence[Result[MemoryCase]]) -> tuple[Block, ...]:
             _regimes_table(cases),
             saved_table(lead),
             *block_table(lead),
-            *published_tables("memory", [*_mine(cases)]),
         ]
     if lost:
         named, shared = step_columns(lost)
@@ -77,13 +75,6 @@ def view(results: Sequence[Result[MemoryCase]]) -> tuple[Block, ...]:
 
 def _sentence(shared: str) -> str:
     return f"{shared[:1].upper()}{shared[1:]}."
-
-
-def _mine(cases: Sequence[Accounted]) -> Iterator[Mine]:
-    for case in cases:
-        conditions = step_conditions(case.workload)
-        if conditions is not None:
-            yield Mine(case.record, conditions, {"peak": case.peak})
 
 
 def _peaks_table(cases: Sequence[Accounted]) -> Table:

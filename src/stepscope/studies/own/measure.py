@@ -23,8 +23,6 @@ _MAX_SAVED = 200
 
 
 def measure(case: OwnCase, bench: Bench) -> Measurement:
-    from stepscope.measure.energy import energy_quantities, measure_energy
-
     device = bench.device
     step = own_step(case, device)
     # Count FLOPs while it is eager, so that attention counts, fused or not.
@@ -36,11 +34,8 @@ def measure(case: OwnCase, bench: Bench) -> Measurement:
     device.reset_peak()
     timing = time_steps(step, bench, case)
     peak = device.peak_bytes()
-    bench.progress(0, 1, "energy")
     attachments: dict[str, Any] = {}
-    energy, notes = energy_quantities(
-        measure_energy(step.run, device), step.token_count(), case.batch
-    )
+    notes: dict[str, str] = {}
     bench.progress(0, 1, "memory")
     if case.compile == "no":
         ledger = _memory_ledger(step)
@@ -59,7 +54,7 @@ def measure(case: OwnCase, bench: Bench) -> Measurement:
         traced = trace_step(step, device, case.key, steps=case.traced)
     return Measurement(
         series=(*timing.series, traced.series),
-        quantities=(*counted, *energy),
+        quantities=tuple(counted),
         readings=timing.readings,
         notes=notes | traced.notes,
         attachments=attachments | traced.attachments,

@@ -12,7 +12,6 @@ from stepscope.report.tables import col, failed_table, interval, table
 from stepscope.studies.base import Result
 from stepscope.studies.own.cases import AS_IS, STUDY_NAME, OwnCase, OwnStep
 from stepscope.views.builders import bracketed
-from stepscope.views.energy import energy_finding
 from stepscope.views.program.findings import memory_finding, rate_finding
 from stepscope.views.program.rows import ProgramRecord, resting_on
 from stepscope.views.program.view import account_blocks, trace_parts
@@ -41,7 +40,6 @@ def _findings(lead: ProgramRecord) -> Iterator[Finding]:
         yield from trace_findings(lead.summary, lead.step_ms, records=(lead.record.id,))
     yield from memory_finding(lead)
     yield from rate_finding(lead)
-    yield from energy_finding(lead.record, lead.name)
 
 
 def _changes(done: Sequence[Own]) -> Iterator[Finding]:
@@ -130,11 +128,5 @@ def settings_table(results: Sequence[Own]) -> Table:
             ),
             col("MFU", lambda r: mfu(r.record), "percent"),
             col("peak memory", lambda r: r.record.quantity("peak_bytes"), "bytes"),
-            col(
-                "energy",
-                lambda r: r.record.quantity("joules"),
-                unit="J",
-                hint="per step, where the device counts it",
-            ),
         ],
     )

@@ -9,12 +9,7 @@ from typing import NamedTuple
 from stepscope.analysis.conclusions import NOTHING, Conclusion
 from stepscope.analysis.effects import Effect, exact, level
 from stepscope.analysis.limits import median_ms, step_ms
-from stepscope.analysis.rehearsal.closed_forms import (
-    ParallelStrategy,
-    largest_tensor,
-    parallel_strategies,
-)
-from stepscope.analysis.rehearsal.cluster import NODE, Cluster, make_cluster, max_ranks
+from stepscope.analysis.rehearsal.cluster import Cluster, make_cluster, max_ranks
 from stepscope.analysis.rehearsal.memory import StepMemory, memory_per_rank
 from stepscope.analysis.rehearsal.recording import Recording, recording_of
 from stepscope.analysis.rehearsal.replay import Replay, Upkeep
@@ -28,7 +23,6 @@ from stepscope.analysis.rehearsal.sweep import (
     sweep_sizes,
 )
 from stepscope.analysis.trust import trust_of
-from stepscope.model.config import WIDTHS, ModelConfig, precision
 from stepscope.parallel.buckets import MEGABYTE
 from stepscope.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from stepscope.records.schema import Record
@@ -50,15 +44,13 @@ class Subject(NamedTuple):
     case: str
     device: str
     recording: Recording
-    model: ModelConfig | None
-    """None for a program of the user: its closed forms are not known."""
+    gradients_timed: bool
+    """False for a program of the user: its gradients are assumed to become ready evenly."""
     batch: float
     """Sequences per rank."""
     upkeep: Upkeep
     flops_per_s: float
     """Rate of the recorded forward and backward."""
-    activation_bytes: int
-    """Bytes per element of an activation."""
     trust: Trust
     """Of the record."""
     known: Effect = exact(1.0)
@@ -69,11 +61,6 @@ class Subject(NamedTuple):
     """Memory of the recorded device; None on a CPU, which ranks would share."""
     program: str = ""
     """The user's program or model, as in a command line; empty for the model of the studies."""
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes per element of a gradient."""
-        return max(gradient.item.element_bytes for gradient in self.recording.gradients)
 
     def exposed(self, step: Replay) -> Effect:
         """Share of a predicted step that is not compute, for either end of the interval of the
@@ -126,12 +113,11 @@ def subject_of(record: Record, workload: Workload) -> Subject | None:
         case=record.case,
         device=record.environment.device_name,
         recording=recording,
-        model=workload.model(),
+        gradients_timed=True,
         batch=float(workload.batch),
         # Scaling a gradient into its bucket reads and writes it.
         upkeep=Upkeep(pack_byte=2e3 / copied.value) if copied else Upkeep(),
         flops_per_s=(record.quantity("flops") or 0.0) / passes_ms * 1e3,
-        activation_bytes=WIDTHS[precision(workload.dtype).compute],
         trust=trust_of(record),
         known=relative_step(record),
         memory=_predicted_memory(workload, record.environment.device_kind),
@@ -176,8 +162,6 @@ class Question(NamedTuple):
     bucket_mb: tuple[float, ...] = BUCKETS_MB
     strategies: tuple[str, ...] = ALL
     above: float = ABOVE
-    tensor: int = 0
-    """Degree of tensor parallelism within 2-D parallelism; 0 for the size of a node."""
 
     def ranks_over(self, network: Network) -> tuple[int, ...]:
         """Numbers of ranks that the network can connect."""
@@ -237,25 +221,4 @@ def scaling(subject: Subject, question: Question, network: Network) -> Scaling:
         subject.batch,
         question.bucket_mb,
         subject.upkeep,
-    )
-
-
-def closed_forms(
-    subject: Subject, question: Question, network: Network, ranks: int
-) -> tuple[ParallelStrategy, ...]:
-    if subject.model is None:
-        return ()
-    cluster = network.cluster_of(ranks)
-    # A tensor-parallel group stays within a node if there are nodes.
-    has_nodes = 1 < cluster.per_node < ranks
-    node = cluster.per_node if has_nodes else NODE
-    divided = math.gcd(ranks, node) if has_nodes else ranks
-    tensor = question.tensor or largest_tensor(subject.model, divided, node)
-    return parallel_strategies(
-        subject.model,
-        cluster,
-        subject.flops_per_s,
-        subject.gradient_bytes,
-        subject.activation_bytes,
-        tensor,
     )

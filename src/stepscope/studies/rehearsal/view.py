@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from stepscope.analysis.conclusions import NOTHING, conclude, joined
-from stepscope.analysis.rehearsal.closed_forms import ParallelStrategy
 from stepscope.analysis.rehearsal.replay import Replay
 from stepscope.analysis.rehearsal.sweep import BUCKETED
 from stepscope.report.blocks import (
     Block,
-    Cell,
     Figure,
     Finding,
     LimitLine,
     Table,
     Timeline,
 )
-from stepscope.report.format import bytes_, count, duration, listed, number, percent, rate
+from stepscope.report.format import bytes_, count, duration, number, percent, rate
 from stepscope.report.tables import Declared, col, failed_table, table
 from stepscope.studies.base import Result
 from stepscope.studies.rehearsal.cases import RecordingCase
@@ -25,7 +23,6 @@ from stepscope.studies.rehearsal.subject import (
     Prediction,
     Question,
     Subject,
-    closed_forms,
     predict,
     preset_network,
     rank_memory,
@@ -53,14 +50,11 @@ def subject_blocks(subjects: Sequence[Subject], question: Question) -> list[Bloc
             recorded_finding(subject),
             *bucket_findings(subject, predictions),
             *scaling_findings(subject, question),
-            *closed_form_findings(subject, question),
             overlap_timeline(subject, predictions[len(predictions) // 2]),
             *rank_figures(subject, question),
             bucket_figure(subject, predictions),
         ]
-    known = [subject for subject in subjects if subject.model is not None]
-    forms = [closed_form_table(known, question)] if known else []
-    return [*blocks, prediction_table(predicted), *forms]
+    return [*blocks, prediction_table(predicted)]
 
 
 def recorded_question(
@@ -83,7 +77,7 @@ def recorded_finding(subject: Subject) -> Finding:
         f" {duration(recording.compute_ms)} ({duration(recording.backward_ms)} of it"
         f" backward{_at_rate(subject)}) and has {bytes_(recording.gradient_bytes)} of gradients,"
         f" half of which are ready after {percent(recording.half_ready())} of the backward"
-        f" pass{'' if subject.model else ', assumed to become ready evenly'}.",
+        f" pass{'' if subject.gradients_timed else ', assumed to become ready evenly'}.",
         {
             "compute_ms": recording.compute_ms,
             "backward_ms": recording.backward_ms,
@@ -187,47 +181,8 @@ def scaling_findings(subject: Subject, question: Question) -> Iterator[Finding]:
         )
 
 
-def closed_form_findings(subject: Subject, question: Question) -> Iterator[Finding]:
-    for network in question.possible:
-        ranks = max(question.ranks_over(network))
-        if subject.model is None or ranks == 1:
-            continue
-        context = subject.model.context
-        forms = closed_forms(subject, question, network, ranks)
-        bound = [form for form in forms if _is_bound(form)]
-        bounds = "; ".join(f"{form.name} {_bound(form, context)}" for form in bound)
-        text = f"It is communication-bound: {bounds}." if bound else ""
-        if free := [form.name for form in forms if form not in bound]:
-            text += f" At any batch size, computation hides the communication of {listed(free)}."
-        yield subject.finding(
-            "communication-bound",
-            f"{subject.name} on {ranks:,} ranks over {network.name} computes at"
-            f" {rate(subject.flops_per_s, 'FLOP/s')}.",
-            {
-                "link": network.name,
-                "ranks": ranks,
-                "flops_per_s": subject.flops_per_s,
-                **{f"{form.name} below": form.bound_below for form in forms},
-            },
-            conclusion=conclude(text.strip(), subject.known),
-        )
-
-
 def _sequences(batch: float) -> str:
     return "1 sequence" if batch == 1 else f"{batch:g} sequences"
-
-
-def _is_bound(form: ParallelStrategy) -> bool:
-    """True if a batch of one sequence or more is too small to hide the communication."""
-    return form.bound_below is None or form.bound_below > 1
-
-
-def _bound(form: ParallelStrategy, context: int) -> str:
-    below = form.bound_below
-    if below is None:
-        return f"at every batch size ({number(form.ratio(1e6), 3)}× the compute time)"
-    tokens = count(round(below * context))
-    return f"below {number(below, 3)} sequences ({tokens} tokens) for {form.unit}"
 
 
 def _largest(predictions: Sequence[Prediction]) -> list[Prediction]:
@@ -295,50 +250,6 @@ def _memory_column() -> Declared:
 
 def _step_of(subjects: int) -> list[Declared]:
     return [col("step of", lambda r: r[0].name)] if subjects > 1 else []
-
-
-def closed_form_table(subjects: Sequence[Subject], question: Question) -> Table:
-    """Table of closed forms; a row is (subject, link, ranks, parallelism)."""
-
-    def bound(row: tuple[Subject, str, int, ParallelStrategy]) -> Cell:
-        return "every batch" if row[3].bound_below is None else row[3].bound_below
-
-    def tokens(row: tuple[Subject, str, int, ParallelStrategy]) -> Cell:
-        below = row[3].bound_below
-        model = row[0].model
-        return None if below is None or model is None else round(below * model.context)
-
-    return table(
-        "rehearsal-closed-forms",
-        "Where each parallelism becomes communication-bound",
-        [
-            (subject, network.name, ranks, form)
-            for subject in subjects
-            for network in question.networks
-            for ranks in question.ranks_over(network)
-            if ranks > 1
-            for form in closed_forms(subject, question, network, ranks)
-        ],
-        [
-            *_step_of(len(subjects)),
-            col("link", lambda r: r[1]),
-            col("ranks", lambda r: r[2], "count"),
-            col("parallelism", lambda r: r[3].name),
-            col("hidden if", lambda r: r[3].formula),
-            col("bound below", bound, unit="sequences"),
-            col("tokens", tokens, "count"),
-            col("batch per", lambda r: r[3].unit),
-            col(
-                "ratio",
-                lambda r: r[3].ratio(r[0].batch),
-                "number",
-                hint="communication over the compute that can overlap, at the recorded batch",
-            ),
-        ],
-        caption="P parameters, g bytes per gradient element, a bytes per activation element,"
-        " F FLOP/s, B bytes/s, L layers, width d, T ranks of a tensor-parallel group. The numbers"
-        " include the FLOPs of attention and the latency of every hop.",
-    )
 
 
 def bucket_figure(subject: Subject, predictions: Sequence[Prediction]) -> Figure:

@@ -15,7 +15,6 @@ from stepscope.studies.sharding.cases import BROADCAST, SCATTER, STRATEGIES, TOR
 from stepscope.training.ranks.subject import RankedStep
 from stepscope.views.builders import bracketed, rated
 from stepscope.views.figures import curves
-from stepscope.views.published import published_tables, ranked_step
 from stepscope.views.ranks import (
     RankedResult,
     difference_column,
@@ -79,19 +78,12 @@ def moved(strategy: str, size: float, ranks: int) -> float:
 def view(results: Sequence[Result[RankedStep]]) -> tuple[Block, ...]:
     known = [ShardingResult(*result) for result in results]
     done = [case for case in known if case.record.status == "ok"]
-    steps = [
-        ranked_step(*case, strategy, step)
-        for case in done
-        for strategy in STRATEGIES
-        if (step := case.median("step", strategy)) is not None
-    ]
     return (
         *(finding for case in done for finding in _findings(case)),
         *(figure for case in done for figure in memory_figure(case, STRATEGIES)),
         _table(known),
         *_stages(done),
         *station_table(done, STRATEGIES),
-        *published_tables("sharding", steps),
     )
 
 

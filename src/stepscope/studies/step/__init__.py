@@ -1,41 +1,32 @@
 """The step study: gain of each change to a training step, and its distance from the ideal.
 
-    stepscope run step --size small --context 512       # ladder, loss curves, waterfall
-    stepscope run step --part race --race 2.7b-2048     # compared with torch.compile
+    stepscope run step --size small --context 512       # ladder, waterfall
 
-The study has four parts. `ladder` starts from the baseline step (eager, float32, naive attention)
-and times each change alone and on top of the changes before it. `loss` trains the same rungs on a
-learnable synthetic text and compares their loss curves with the float32 curve. `waterfall` traces
-the first and the fastest step and breaks each down by cause, from the ideal time of its operations
-to its measured time. `race` compares Stepscope with the fastest torch.compile variant, on the same
-weights, and then measures the energy of each side alone.
+The study has two parts. `ladder` starts from the baseline step (eager, float32, naive attention)
+and times each change alone and on top of the changes before it. `waterfall` traces the
+first and the fastest step and breaks each down by cause, from the ideal time of its operations to
+its measured time. `benchmarks/step_race` compares the fastest step with torch.compile,
+`benchmarks/step_loss` the loss curves of the rungs.
 
 Estimated time on one H200: the ladder takes 1.5 minutes for small and 2 minutes for 2.7b at context
-2048; the loss curves take 7 minutes; the waterfalls take 2 minutes. A comparison takes 2 to 4
-minutes with `--scopes block --modes default`, plus a minute for each variant that compiles the full
-model and several minutes for each variant with `--modes max-autotune`. The next command on the same
-machine reuses the caches of torch.compile.
+2048; the waterfalls take 2 minutes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
 
 from stepscope.studies.base import Study
 from stepscope.studies.step.cases import (
-    LossCase,
-    RungCase,
     StepCase,
     StepFlags,
     ladder_cases,
-    loss_cases,
-    race_cases,
     waterfall_cases,
 )
-from stepscope.studies.step.ladder import RUNGS, START, applies
+from stepscope.studies.step.ladder import START, applies
 
 
 class Step(Study[StepFlags, StepCase]):
@@ -43,12 +34,11 @@ class Step(Study[StepFlags, StepCase]):
     title = "The fastest training step"
     question = (
         "How much does each change gain between the baseline step and the fastest step,"
-        " does the model still train to the same loss, and what keeps the step from its ideal time?"
+        " and what keeps the step from its ideal time?"
     )
     examples = (
         "stepscope run step",
         "stepscope run step --part ladder waterfall --size 2.7b --context 2048",
-        "stepscope run step --part race --race small-512 --modes default reduce-overhead",
         "stepscope run step --part ladder waterfall --size tiny --context 64 --device cpu",
     )
     flags = StepFlags
@@ -58,36 +48,25 @@ class Step(Study[StepFlags, StepCase]):
     no_model = "its ladder replaces parts of Stepscope's own model; use `compile` or `advise`"
 
     def cases(self, flags: StepFlags) -> tuple[StepCase, ...]:
-        # Small races include CPU time, and a profiler can slow later launches: races run first.
         return (
-            *(race_cases(flags) if "race" in flags.part else ()),
             *(ladder_cases(flags) if "ladder" in flags.part else ()),
-            *(loss_cases(flags) if "loss" in flags.part else ()),
             *(waterfall_cases(flags) if "waterfall" in flags.part else ()),
         )
 
     def cases_here(self, flags: StepFlags, lacks: Collection[str]) -> tuple[StepCase, ...]:
         """Cases for this machine; a change that does not apply gets a row but no later rungs."""
-        all_cases = self.cases(flags)
-        absent = {name for name in RUNGS if not applies(name, lacks)}
-        if not absent & {*flags.rungs, *flags.loss_rungs}:
-            return all_cases
+        absent = {name for name in flags.rungs if not applies(name, lacks)}
+        if not absent:
+            return self.cases(flags)
 
-        def sweep(skipped: bool, **fields: Any) -> Iterator[StepCase]:
-            rungs = {
-                name: tuple(rung for rung in getattr(flags, name) if (rung in absent) is skipped)
-                for name in ("rungs", "loss_rungs")
-            }
-            for case in self.cases(msgspec.structs.replace(flags, loss_only=(), **rungs, **fields)):
-                only = flags.loss_only
-                if not only or not isinstance(case, LossCase) or case.rung in only:
-                    yield case
+        def sweep(rungs: Iterable[str], **fields: Any) -> tuple[StepCase, ...]:
+            return self.cases(msgspec.structs.replace(flags, rungs=tuple(rungs), **fields))
 
-        parts = tuple(part for part in flags.part if part in ("ladder", "loss"))
-        rows = sweep(True, part=parts, how=("alone",), seeds=flags.seeds[:1])
+        parts = tuple(part for part in flags.part if part == "ladder")
+        rows = sweep((r for r in flags.rungs if r in absent), part=parts, how=("alone",))
         return (
-            *sweep(False),
-            *(row for row in rows if isinstance(row, RungCase) and row.rung != START),
+            *sweep(r for r in flags.rungs if r not in absent),
+            *(row for row in rows if row.rung != START),
         )
 
 

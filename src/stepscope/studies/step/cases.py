@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
 
-import msgspec
-
-from stepscope.errors import unknown_name
-from stepscope.studies.base import Case
 from stepscope.studies.step.ladder import (
     RUNGS,
     How,
@@ -20,21 +15,18 @@ from stepscope.studies.step.ladder import (
     needs_of_kernels,
     start,
 )
-from stepscope.studies.step.races import ATTENTIONS, MODES, RACES, SCOPES, Racer, race_spec, racers
-from stepscope.training.flag_checks import check_at_least, check_each, check_seconds
+from stepscope.training.flag_checks import check_at_least, check_seconds
 from stepscope.training.shape import ShapeFlags
 from stepscope.training.workload import Workload, case_of
 
-Part = Literal["ladder", "loss", "waterfall", "race"]
-_STEADY_S = 1.0
-"""Duration of a trial in a race, unless the blocks of its result are shorter."""
+Part = Literal["ladder", "waterfall"]
 
 
 class StepFlags(ShapeFlags, frozen=True, kw_only=True):
-    """Parameters of the study: ladders by size, context and batch, and races by name."""
+    """Parameters of the study: ladders by size, context and batch."""
 
-    part: tuple[Part, ...] = ("ladder", "loss", "waterfall")
-    """Parts to run: ladder, loss, waterfall, race (the comparison with torch.compile)."""
+    part: tuple[Part, ...] = ("ladder", "waterfall")
+    """Parts to run: ladder, waterfall."""
     context: tuple[int, ...] = (512,)
     """Sequence lengths in tokens."""
     batch: tuple[int, ...] = (4,)
@@ -46,59 +38,15 @@ class StepFlags(ShapeFlags, frozen=True, kw_only=True):
     checkpoint."""
     how: tuple[Literal["alone", "so far"], ...] = ("alone", "so far")
     """Measure each change alone, on top of the changes before it ("so far"), or both."""
-    race: tuple[str, ...] = tuple(
-        name for name, spec in RACES.items() if name != "tiny-64" and not spec.fp8
-    )
-    """Steps to compare with torch.compile: 2.7b-2048, 2.7b-512, xl-512, xl-2048, small-512,
-    8b-32768, tiny-64; with variants in FP8: 2.7b-2048-fp8, xl-2048-fp8, 8b-32768-fp8."""
-    scopes: tuple[str, ...] = SCOPES
-    """Scope of torch.compile in a comparison: block, model."""
-    modes: tuple[str, ...] = MODES
-    """Modes of torch.compile in a comparison: default, reduce-overhead, or max-autotune, which
-    takes minutes for each variant."""
-    attentions: tuple[str, ...] = ATTENTIONS
-    """Attention implementations of the torch.compile variants."""
-    forms: tuple[str, ...] = ()
-    """Compare only the variants whose name contains one of these strings, such as
-    'baseline: block' (torch.compile of each block) 'optimizer-in-backward'."""
-    heat_seconds: float = 300.0
-    """Time limit for trying the variants in seconds; those not tried by then are left out."""
-    form_seconds: float = 400.0
-    """Time limit for compiling and trying one variant in seconds; a slower variant is left out."""
-    loss_size: str = "small"
-    """Size of the model for the loss curves."""
-    loss_context: int = 512
-    """Sequence length for the loss curves."""
-    loss_steps: int = 300
-    """Training steps of a loss curve."""
-    loss_rungs: tuple[str, ...] = tuple(RUNGS)
-    """Rungs to train, each on top of all rungs before it."""
-    loss_only: tuple[str, ...] = ()
-    """Train only these of the loss rungs, each still on top of all before it; use it to repeat a
-    part of the table."""
-    words: int = 256
-    """Number of distinct words in the training text."""
-    seeds: tuple[int, ...] = (0, 1, 2)
-    """Random seeds; every rung is trained once per seed."""
     warmup: int = 5
     """Warm-up steps before the first sample."""
     steps: int = 10
     """Minimum number of samples."""
     min_seconds: float = 0.5
     """Keep sampling until this much time has passed (at most 200 samples)."""
-    blocks: int = 6
-    """Blocks of consecutive steps for each side of a comparison; the sides alternate."""
-    block_seconds: float = 4.0
-    """Minimum duration of a block of consecutive steps in seconds."""
-    rounds: int = 10
-    """Minimum number of rounds of interleaved samples in a comparison."""
 
     def __post_init__(self) -> None:
-        for name in ("heat_seconds", "form_seconds"):
-            shown = name.replace("_", "-")
-            check_each(shown, (getattr(self, name),), lambda s: s > 0, "it must be above 0")
-        for name in ("steps", "rounds", "loss_steps", "words"):
-            check_at_least(1, **{name: getattr(self, name)})
+        check_at_least(1, steps=self.steps)
         check_at_least(0, warmup=self.warmup)
         check_seconds("min-seconds", self.min_seconds)
 
@@ -126,18 +74,6 @@ class LadderCase(RungCase, frozen=True, kw_only=True, tag_field="kind", tag="lad
     min_seconds: float
 
 
-class LossCase(RungCase, frozen=True, kw_only=True, tag_field="kind", tag="loss"):
-    """A rung that trains for a loss curve."""
-
-    seed: int
-    steps: int
-    words: int
-
-    @property
-    def key(self) -> str:
-        return f"loss-{super().key}_seed{self.seed}"
-
-
 class WaterfallCase(RungCase, frozen=True, kw_only=True, tag_field="kind", tag="waterfall"):
     """A timed and traced rung."""
 
@@ -156,55 +92,13 @@ class WaterfallCase(RungCase, frozen=True, kw_only=True, tag_field="kind", tag="
         return tuple(need for need in super().needs if need != "graph")
 
 
-class StepRaceCase(Case, frozen=True, kw_only=True, tag_field="kind", tag="race"):
-    """Variants of one training step, timed in one process."""
-
-    race: str
-    dtype: str
-    racers: tuple[Racer, ...]
-    rounds: int
-    min_seconds: float
-    blocks: int = 0
-    """Zero in old records, which have no blocks of consecutive steps."""
-    block_seconds: float = 0.0
-    heat_steps: int = 3
-    steady_seconds: float = _STEADY_S
-    heat_seconds: float = 300.0
-    form_seconds: float = 400.0
-    forms: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
-    """Substrings that selected the variants by name; unset for a race of all variants."""
-
-    @property
-    def key(self) -> str:
-        chosen = "".join("_" + re.sub(r"[^\w.+-]+", "-", form) for form in self.forms or ())
-        return f"race-{self.race}{chosen}"
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        compute = self.racers[-1].workload.needs[:1]
-        if race_spec(self.race).fp8:
-            compute = (*compute, "fp8")
-        return compute if race_spec(self.race).size == "tiny" else (*compute, "compiler", "graph")
-
-
-StepCase = LadderCase | LossCase | WaterfallCase | StepRaceCase
+StepCase = LadderCase | WaterfallCase
 
 
 def ladder_cases(flags: StepFlags) -> Iterator[LadderCase]:
     for first in _starts(flags):
         for rung in ladder(first, flags.rungs, flags.how):
-            yield _case(LadderCase, rung, **_effort(flags))
-
-
-def loss_cases(flags: StepFlags) -> Iterator[LossCase]:
-    first = start(flags.loss_size, flags.table, flags.loss_context, 4, flags.overrides)
-    for name in flags.loss_only:
-        if name not in flags.loss_rungs:
-            raise unknown_name("rung", name, flags.loss_rungs)
-    rungs = climbed(first, flags.loss_rungs)
-    trained = [r for r in rungs if not flags.loss_only or r.rung in flags.loss_only]
-    for rung, seed in itertools.product(trained, flags.seeds):
-        yield _case(LossCase, rung, seed=seed, steps=flags.loss_steps, words=flags.words)
+            yield rung_case(LadderCase, rung, **_effort(flags))
 
 
 def waterfall_cases(flags: StepFlags) -> Iterator[WaterfallCase]:
@@ -214,30 +108,13 @@ def waterfall_cases(flags: StepFlags) -> Iterator[WaterfallCase]:
         first_rung, *rest = climbed(first, [n for n in names if n != "in-backward"])
         compiled = [rung for rung in rest[:-1] if rung.rung == "compile"]
         for rung in (first_rung, *compiled, *rest[-1:]):
-            yield _case(WaterfallCase, rung, **_effort(flags))
-
-
-def race_cases(flags: StepFlags) -> Iterator[StepRaceCase]:
-    for name in flags.race:
-        yield StepRaceCase(
-            race=name,
-            dtype=race_spec(name).dtype,
-            racers=racers(name, flags.scopes, flags.modes, flags.attentions, flags.forms),
-            forms=flags.forms or msgspec.UNSET,
-            rounds=flags.rounds,
-            blocks=flags.blocks,
-            block_seconds=flags.block_seconds,
-            steady_seconds=min(_STEADY_S, flags.block_seconds),
-            heat_seconds=flags.heat_seconds,
-            form_seconds=flags.form_seconds,
-            min_seconds=flags.min_seconds,
-        )
+            yield rung_case(WaterfallCase, rung, **_effort(flags))
 
 
 R = TypeVar("R", bound=RungCase)
 
 
-def _case(kind: type[R], step: LadderStep, **effort: Any) -> R:
+def rung_case(kind: type[R], step: LadderStep, **effort: Any) -> R:
     return case_of(step.workload, kind, rung=step.rung, how=step.how, **effort)
 
 

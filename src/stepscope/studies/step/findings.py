@@ -4,31 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.analysis.conclusions import NOTHING, conclude, deduced
+from stepscope.analysis.conclusions import NOTHING, conclude
 from stepscope.analysis.effects import quotient
-from stepscope.analysis.verdict import plain
 from stepscope.records.stats import Summary
 from stepscope.report.blocks import Finding, Value
-from stepscope.report.format import counted, duration, number, percent
-from stepscope.studies.step.ladder import START, words
-from stepscope.studies.step.rows import AGREES_WITHIN, FALLS_BY, Ladder, LossCurve, StepRace
-from stepscope.views.builders import finding, rated
+from stepscope.report.format import counted, duration, number
+from stepscope.studies.step.ladder import words
+from stepscope.studies.step.rows import Ladder
+from stepscope.views.builders import finding
 
 GAINS = 1.01
 """Smallest speedup that counts as a gain."""
 
 
-def step_findings(
-    ladders: Sequence[Ladder], curves: dict[str, LossCurve], raced: Sequence[StepRace]
-) -> Iterator[Finding]:
+def step_findings(ladders: Sequence[Ladder]) -> Iterator[Finding]:
     for ladder in ladders:
         if ladder.start is not None and len(ladder.climb) > 1:
             yield _climb(ladder, ladder.start)
             yield from _cpu_bound(ladder)
             yield from _not_measured(ladder)
-    yield from _loss(curves)
-    for race in raced:
-        yield from _race(race)
 
 
 def _climb(ladder: Ladder, start: Summary) -> Finding:
@@ -101,110 +95,3 @@ def _not_measured(ladder: Ladder) -> Iterator[Finding]:
             {"ladder": ladder.name, "rows": len(failed), "reason": reason},
             tone="warn" if any(rung.record.status != "skipped" for rung in failed) else "info",
         )
-
-
-def _loss(curves: dict[str, LossCurve]) -> Iterator[Finding]:
-    start = curves.get(START)
-    decrease = start.fell_by() if start is not None else None
-    if start is None or decrease is None:
-        return
-    steps = max(len(values) for values in start.by_seed.values())
-    text = f"In {steps} steps the loss of the float32 step falls by {percent(decrease)}."
-    values: dict[str, Value] = {"steps": steps, "fell_by": decrease}
-    if decrease < FALLS_BY:
-        yield finding(
-            "step.not-learnt",
-            text,
-            start.records,
-            values,
-            conclusion=deduced(
-                "That is too little to compare the other rungs: train for more steps."
-            ),
-            tone="warn",
-            timed=False,
-        )
-        return
-    deviations = {
-        rung: deviation
-        for rung, curve in curves.items()
-        if rung != START and (deviation := curve.apart(start)) is not None
-    }
-    records = [record for rung in (START, *deviations) for record in curves[rung].records]
-    wrong = {rung: share for rung, share in deviations.items() if abs(share) > AGREES_WITHIN}
-    if wrong:
-        listed = ", ".join(f"{words(rung)} ({percent(share)})" for rung, share in wrong.items())
-        yield finding(
-            "step.loss-apart",
-            f"{text} The final loss deviates by more than {percent(AGREES_WITHIN)}: {listed}.",
-            records,
-            {**values, **wrong},
-            tone="warn",
-            timed=False,
-        )
-    elif deviations:
-        farthest = max(deviations, key=lambda rung: abs(deviations[rung]))
-        largest = abs(deviations[farthest])
-        yield finding(
-            "step.loss-same",
-            f"{text} The other rungs ({len(deviations)}) end within {percent(AGREES_WITHIN)} of"
-            f" it; the largest deviation is {percent(largest)} ({words(farthest)}).",
-            records,
-            values | {"rungs": len(deviations), "farthest": farthest, "apart": largest},
-            tone="good",
-            timed=False,
-        )
-
-
-def _race(race: StepRace) -> Iterator[Finding]:
-    ratio, times = race.ratio(), race.speedup()
-    ms, baseline_ms = race.step_ms(), race.step_ms("baseline")
-    if ratio is None or ms is None or baseline_ms is None or times is None:
-        return
-    lead, share, effect = race.lead(), race.mfu(), race.effect()
-    tone = rated(effect, higher_is_better=True)
-    if not effect.shown:
-        code, outcome = "step.race-no-difference", "statistically indistinguishable"
-    elif effect.above:
-        code, outcome = "step.race-faster", f"Stepscope is {number(times, 3)} times as fast"
-    else:
-        code = "step.race-slower"
-        outcome = f"Stepscope takes {number(1 / times, 3)} times as long"
-    mfu = f", {percent(share)} MFU ({race.mfu_basis})" if share is not None else ""
-    where = "" if lead is None else " in consecutive steps"
-    text = (
-        f"{race.name}: a step takes {duration(ms)}{mfu}{where}; the fastest PyTorch variant"
-        f" ({race.form('baseline')}) takes {duration(baseline_ms)}: {outcome}."
-    )
-    if lead is not None:
-        text += f" Interleaved samples give a ratio of {number(ratio.value, 3)}."
-    values: dict[str, Value] = {
-        "race": race.name,
-        "ms": ms,
-        "baseline_ms": baseline_ms,
-        "times": times,
-    }
-    values |= {"interleaved": ratio.value, "mfu": None if share is None else plain(share)}
-    narrow_ms, narrow_times = race.step_ms("low-precision"), race.speedup("low-precision")
-    if narrow_ms is not None and narrow_times is not None:
-        values |= {"narrow_ms": narrow_ms, "narrow_times": narrow_times}
-        text += f" With narrower dtypes Stepscope takes {duration(narrow_ms)}; PyTorch takes"
-        text += f" {number(narrow_times, 3)} times as long."
-    fp8_ms, fp8_times = race.step_ms("fp8"), race.speedup("fp8")
-    if fp8_ms is not None and fp8_times is not None:
-        values |= {"fp8_ms": fp8_ms, "fp8_times": fp8_times}
-        text += f" In FP8 Stepscope takes {duration(fp8_ms)}; PyTorch, in {race.spec.dtype}, takes"
-        text += f" {number(fp8_times, 3)} times as long."
-    # Races with fewer variants of PyTorch, or in which its fastest was slower.
-    others = [(other, result) for other in race.others if (result := other.ratio()) is not None]
-    for other, result in others:
-        text += (
-            f" Another run, with {counted(other.baselines, 'variant')} of PyTorch, gave a ratio of"
-        )
-        text += f" {number(result.value, 3)}."
-    yield finding(
-        code,
-        text,
-        [race, *(other for other, _ in others)],
-        values | {"other_races": len(others)},
-        tone=tone,
-    )

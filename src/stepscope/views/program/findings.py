@@ -15,7 +15,6 @@ from stepscope.records.stats import summarize
 from stepscope.report.blocks import Finding
 from stepscope.report.format import bytes_, count, duration, percent, rate
 from stepscope.views.builders import ids
-from stepscope.views.energy import energy_finding
 from stepscope.views.prediction import planned_findings
 from stepscope.views.program.rows import (
     ProgramRecord,
@@ -52,7 +51,6 @@ def inspected_findings(ranks: Sequence[ProgramRecord]) -> tuple[Finding, ...]:
         *planned_findings(lead.plans),
         *rate_finding(lead),
         *_no_ceilings(lead),
-        *energy_finding(lead.record, lead.name),
         *_evaluations(lead),
         *_bursts(lead),
         *_loop(lead),

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from step_race.cases import StepRaceCase
+from step_race.races import Heat, Racer
 from stepscope.errors import first_cause, one_line
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
-from stepscope.studies.step.cases import StepRaceCase
-from stepscope.studies.step.races import Heat, Racer
 from stepscope.training.captured import forget_steps
 from stepscope.training.flags import GRAPHS_OF_TORCH
 from stepscope.training.shared_weights import begin_moments
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
     step: TransformerStep
 
 
-def measure_race(case: StepRaceCase, bench: Bench) -> Measurement:
+def measure(case: StepRaceCase, bench: Bench) -> Measurement:
     if any(racer.workload.compile != "no" for racer in case.racers):
         import torch._dynamo.config as dynamo
 
@@ -95,7 +95,7 @@ def measure_race(case: StepRaceCase, bench: Bench) -> Measurement:
 def _consecutive(
     entries: Sequence[Entry], bench: Bench, what: str, blocks: int, seconds: float
 ) -> Timing:
-    from stepscope.measure.consecutive import time_consecutive
+    from step_race.consecutive import time_consecutive
 
     return time_consecutive(
         {entry.racer.name: entry.step.run for entry in entries},
@@ -124,7 +124,7 @@ def _interleaved(entries: Sequence[Entry], bench: Bench, case: StepRaceCase) -> 
 def _energy(entries: Sequence[Entry], bench: Bench) -> tuple[list[Quantity], dict[str, str]]:
     """Energy of each side in consecutive steps, or a note why it was not measured; the times of the
     race are valid without it."""
-    from stepscope.measure.energy import energy_quantities, measure_energy
+    from step_race.energy import energy_quantities, measure_energy
 
     energy: list[Quantity] = []
     reasons: dict[str, None] = {}
@@ -293,6 +293,6 @@ class Field:
 
 def _timed(entry: Entry, device: Device, least: int, seconds: float) -> list[float]:
     """Milliseconds of consecutive steps."""
-    from stepscope.measure.consecutive import consecutive_steps
+    from step_race.consecutive import consecutive_steps
 
     return consecutive_steps(entry.step.run, device, seconds, least)[1]
