@@ -45,9 +45,13 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
         port = probe.getsockname()[1]
     world = {
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks)),
-        **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default"},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        **{"TORCHELASTIC_RUN_ID": f"stepscope-{port}", "TORCHELASTIC_RESTART_COUNT": "0"},
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": f"stepscope-{port}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
     own = ("RANK", "LOCAL_RANK", "ROLE_RANK")

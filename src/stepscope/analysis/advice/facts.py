@@ -328,7 +328,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         less = self.with_work(
             lambda work: work.with_more("communication", -ms.get(work.name, 0.0)), ms
         )
-        return msgspec.structs.replace(less, exposed_ms=max(0.0, self.exposed_ms - sum(ms.values())))
+        return msgspec.structs.replace(
+            less, exposed_ms=max(0.0, self.exposed_ms - sum(ms.values()))
+        )
 
     def with_work(
         self, change: Callable[[PhaseWork], PhaseWork], names: Collection[str] = MODEL_PHASES

@@ -142,7 +142,8 @@ def main(words: list[str]) -> int:
         )
     if options.nproc < 1 or (options.nproc > 1 and not is_script):
         raise UsageError(
-            f"--nproc is {options.nproc}", "a script runs in at least 1 rank, a model in one process"
+            f"--nproc is {options.nproc}",
+            "a script runs in at least 1 rank, a model in one process",
         )
     if (options.in_place or options.keep or options.patch) and not options.apply:
         raise UsageError("--in-place, --keep and --patch belong to --apply", "give --apply, too")

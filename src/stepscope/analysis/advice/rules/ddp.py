@@ -79,9 +79,11 @@ def _static(facts: Facts) -> Change | Left | None:
         return Left("DDP does not search for unused parameters")
     took = _SEARCH_MS * facts.sharing.tensors
     searched = facts.with_work(
-        lambda work: replace(work, host_ms=work.host_ms - min(work.host_ms, took))
-        if facts.on_gpu
-        else work.less(took),
+        lambda work: (
+            replace(work, host_ms=work.host_ms - min(work.host_ms, took))
+            if facts.on_gpu
+            else work.less(took)
+        ),
         ("forward",),
     )
     return Change(

@@ -46,8 +46,8 @@ def _keep_gathered(facts: Facts) -> Change | Left | None:
             peak_bytes=facts.peak_bytes + held,
         ),
         gain_bytes=-held,
-        why=f"the backward pass gathers {held / 2**20:.3g} MiB of parameters again; {exposed:.3g} ms"
-        " of that are not overlapped",
+        why=f"the backward pass gathers {held / 2**20:.3g} MiB of parameters again;"
+        f" {exposed:.3g} ms of that are not overlapped",
         risk="memory: the parameters of all units at once, in the dtype of the forward pass",
         lines=("fully_shard(block, reshard_after_forward=False)",),
         setting={"reshard": "no"},
