@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from stepscope.acceleration.sharded.units import is_unit, parameter_groups
 from stepscope.errors import StepscopeError
@@ -109,9 +110,9 @@ class Fp8Gathers(WeightCopies):
                 one.scale, one.inverse, one.version = scale, inverse[0], one.version_now
 
     def _by_group(self) -> Iterator[tuple[Any, list[_Gathered]]]:
-        groups = {one.process_group: [] for one in self._weights}
+        groups: dict[Any, list[_Gathered]] = {}
         for one in self._weights:
-            groups[one.process_group].append(one)
+            groups.setdefault(one.process_group, []).append(one)
         yield from groups.items()
 
 
@@ -160,6 +161,7 @@ class _Gathered:
     @property
     def values(self) -> Tensor:
         """The gathered weight in FP8, in a buffer of FSDP2."""
+        outputs: Tensor
         (outputs,) = self.parameter.all_gather_outputs
         return outputs.view(DTYPES[E4M3]).view(self.parameter._orig_size)
 
@@ -188,7 +190,7 @@ class _Gathered:
         if out is None:
             made = whole.to(dtype) * inverse.to(dtype)
             return made, (made,)
-        with torch.autograd._unsafe_preserve_version_counter(out):
+        with _unsafe_preserve_version_counter(out):
             torch.mul(whole.to(dtype), inverse.to(dtype), out=out.detach())
         return None
 
