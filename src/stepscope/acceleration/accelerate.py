@@ -112,6 +112,7 @@ def accelerate(
 
     `dtype="fp8"`, or a `Recipe` of `stepscope.kernels.fp8`, uses bfloat16 autocast and FP8 GEMMs in
     the linear layers that gain from them; weights, gradients and the optimizer keep their dtypes.
+    FSDP2 gathers the weights of these layers in FP8 (with `compile=True`, after `fully_shard`).
     `report.fp8.override(pattern, recipe)` changes the choice for layers by name.
 
     `compile=True` replaces no modules: training calls run through the graph backend, in the fastest
