@@ -17,11 +17,12 @@ EXAMPLES = TESTS.parent / "examples"
 
 def test_fsdp2_in_an_own_loop(tmp_path: Path) -> None:
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = ["--device", "cpu", "--steps", "25", "--folder", str(tmp_path / "seen")]
+    words = ["--device", "cpu", "--steps", "25", "--folder", str(tmp_path / "seen"), "--accelerate"]
     done = subprocess.run(
         [sys.executable, "-m", *torchrun, str(EXAMPLES / "fsdp2.py"), *words],
         cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "XDG_CACHE_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=300,
@@ -29,6 +30,8 @@ def test_fsdp2_in_an_own_loop(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout))
     assert last < first
+    assert "units                 2 × TransformerEncoderLayer" in done.stdout
+    assert "differ" not in done.stdout
     ranks = read_folder(tmp_path / "seen")
     assert [one.start.rank for one in ranks] == [0, 1]
     for one in ranks:
