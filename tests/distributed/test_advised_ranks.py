@@ -108,11 +108,11 @@ def test_the_error_of_a_rank_is_reported() -> None:
 def test_a_script_in_ranks_is_recorded_and_its_changes_are_verified(tmp_path: Path) -> None:
     command = CommandLine(tmp_path)
     command.know_ceilings(Ceiling(name="memory.copy", value=1e10, unit="B/s", source="measured"))
-    words = "advise --verify --nproc 2 --rounds 5 --loss-steps 4 --only fused-optimizer --json"
+    words = "advise --verify --nproc 2 --rounds 5 --loss-steps 4 --only gradient-views --json"
     done = command(*shlex.split(words), "train.py", "ddp")
     assert done.returncode == 0, done.stderr
     (tried,) = json.loads(done.stdout)["tried"]
-    assert tried["change"] == "fused-optimizer"
+    assert tried["change"] == "gradient-views"
     assert tried["interval_ms"] is not None
     programs = [ProgramRecord(one) for one in command.records() if one.study == "inspect"]
     ranks = sorted(programs, key=lambda one: one.rank)
