@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
 
-from command_line import CommandLine
+from command_line import CommandLine, python
 from own_records import advice
 from quiet_bench import QuietBench
 from stepscope.advisor.advise.cases import Script, Trial
@@ -105,11 +104,14 @@ def test_the_error_of_a_rank_is_reported() -> None:
         measured("ddp", "fail", optimizer="adamw-fused")
 
 
-def test_a_script_in_ranks_is_recorded_and_its_changes_are_verified(tmp_path: Path) -> None:
+def test_under_torchrun_all_ranks_are_recorded_and_changes_verified(tmp_path: Path) -> None:
     command = CommandLine(tmp_path)
     command.know_ceilings(Ceiling(name="memory.copy", value=1e10, unit="B/s", source="measured"))
-    words = "advise --verify --nproc 2 --rounds 5 --loss-steps 4 --only gradient-views --json"
-    done = command(*shlex.split(words), "train.py", "ddp")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    words = "advise --verify --rounds 5 --loss-steps 4 --only gradient-views --json train.py ddp"
+    done = python(
+        *torchrun, "-m", "stepscope", *words.split(), cwd=tmp_path, env=command.environment
+    )
     assert done.returncode == 0, done.stderr
     (tried,) = json.loads(done.stdout)["tried"]
     assert tried["change"] == "gradient-views"
