@@ -7,10 +7,9 @@ once.
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +51,6 @@ _MATMULS = (aten.linear.default, aten.matmul.default, aten.einsum.default, aten.
             aten.conv2d.default, aten.conv1d.default, traced_linear)  # fmt: skip
 _MIN_MATMULS = 2
 """Fewer are not a block: an activation between two linear layers would not be fused."""
-_MOST_PASSED_ON = 2
-"""Tensors that one half of a block computes for the other: the stream and a branch."""
 _ALIGNMENT = 16
 """Bytes of the largest load of a kernel."""
 _VIEWS = (aten.select.int, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim,
@@ -90,59 +87,7 @@ def region_numbers(module: GraphModule) -> dict[Node, int]:
             block = here if starts else block
         numbers[node] = current
         ends = ends or node in returned
-    return cut_after_matmuls(numbers, {numbers[node] for node in blocks}, returned)
-
-
-def cut_after_matmuls(
-    numbers: Mapping[Node, int], blocks: Collection[int], returned: Collection[Node]
-) -> dict[Node, int]:
-    """Return smaller regions of blocks, each of which ends with a matmul.
-
-    What follows the last matmul of a block, such as the sum of the residual stream, begins the next
-    region: it is fused with the norm there, and so are their gradients. A block is cut where only
-    its stream and one branch are passed on, so that the gradients of its second half are returned
-    before those of the first are computed.
-    """
-    regions: dict[int, list[Node]] = {}
-    for node, number in numbers.items():
-        regions.setdefault(number, []).append(node)
-    fixed = {node for node, within in _with_context(list(numbers)) if within} | {*returned}
-    parts: list[list[Node]] = []
-    passed_on: list[Node] = []
-    for number, nodes in sorted(regions.items()):
-        here = passed_on + nodes
-        passed_on = []
-        if number in blocks:
-            ends = _ends_after_matmuls(here, number < max(regions), fixed)
-            parts += [here[a:b] for a, b in itertools.pairwise([0, *ends])]
-            passed_on = here[ends[-1] :]
-        else:
-            parts.append(here)
-    cut = {node: at for at, part in enumerate(parts) for node in part}
-    if any(_writes_to_another(node, cut) for node in cut):
-        return dict(numbers)
-    return {node: cut[node] for node in numbers}
-
-
-def _ends_after_matmuls(
-    nodes: Sequence[Node], has_next: bool, fixed: Collection[Node]
-) -> list[int]:
-    """Return where the regions end that a block becomes."""
-    matmuls = [at + 1 for at, node in enumerate(nodes) if node.target in _MATMULS]
-    end = matmuls[-1] if has_next and matmuls else len(nodes)
-    if any(node in fixed or node.target is operator.getitem for node in nodes[end:]):
-        end = len(nodes)
-    if fixed.isdisjoint(nodes):
-        for before in range(_MIN_MATMULS, len(matmuls) - _MIN_MATMULS + 1):
-            if _passed_on(nodes, matmuls[before - 1]) <= _MOST_PASSED_ON:
-                return [matmuls[before - 1], end]
-    return [end]
-
-
-def _passed_on(nodes: Sequence[Node], end: int) -> int:
-    """Return how many tensors the nodes up to an end compute for those after it."""
-    later = {*nodes[end:]}
-    return sum(is_tensor(node) and not later.isdisjoint(node.users) for node in nodes[:end])
+    return numbers
 
 
 def _returned_and_read(module: GraphModule) -> set[Node]:
