@@ -14,6 +14,11 @@ import socket
 import sys
 from pathlib import Path
 
+_OF_TORCHRUN = (
+    *("TORCHELASTIC_", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_"),
+)
+"""Beginnings of the variables with which torchrun tells a process which rank it is."""
 _SCRIPT_START = Path(__file__).parent / "advisor" / "scope" / "start.py"
 
 
@@ -60,9 +65,8 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
 
 def leave_job() -> None:
     """Remove the variables of torchrun from this process: what it starts is no rank of that job."""
-    for name in [*rank_environments(2)[0], "TORCHELASTIC_USE_AGENT_STORE"]:
-        if name != "OMP_NUM_THREADS":
-            os.environ.pop(name, None)
+    for name in [one for one in os.environ if one.startswith(_OF_TORCHRUN)]:
+        del os.environ[name]
 
 
 def signal_name(number: int) -> str:

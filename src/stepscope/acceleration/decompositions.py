@@ -21,10 +21,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     table = dict(select_decomp_table())
-    for operator, fast in (
-        (aten.gelu.default, _gelu),
-        (aten.gelu_backward.default, _gelu_backward),
-    ):
+    for operator, fast in ((aten.gelu.default, _gelu), (aten.gelu_backward.default, _gelu_backward)):
         table[operator] = _for_16_bits_on_a_gpu(fast, table[operator])
     return table
 
