@@ -1,4 +1,4 @@
-"""`stepscope inspect --nproc`, which starts torchrun: one page with all ranks, the slowest is named."""
+"""`stepscope inspect --nproc` starts torchrun: one page with all ranks, the slowest is named."""
 
 from __future__ import annotations
 
