@@ -34,10 +34,12 @@ ROW = "hf_llama_1b"
 BARE, OURS = "bare", "accelerate"
 FREED, KEPT = "reshard", "keep"
 """After the forward of a block its weights are freed, or kept for the backward pass."""
+FP8 = "-fp8"
+"""Accelerated, with weights gathered in FP8; of no default, since it needs a GPU with FP8."""
 SHARDED = {
     f"fsdp2-{setting}{ending}": (setting, ending.removeprefix("-"))
     for setting in (FREED, KEPT)
-    for ending in ("", "-compile-blocks", "-accelerate")
+    for ending in ("", "-compile-blocks", "-accelerate", FP8)
 }
 FORMS = (BARE, OURS, *SHARDED)
 POLICIES = ("bfloat16", "autocast")
@@ -58,11 +60,12 @@ class ShardedBench(Bench):
         # The parameters are others after sharding.
         optimizer = self._adamw(model)
         casts = setting is not None and self.args.policy == "bfloat16"
-        if how == "accelerate":
+        if how in (OURS, "fp8"):
             fixed = {"form": "compiled with passes"}
             compiler = {"compiler": "aot_eager"} if self.args.tiny else {}
-            stepscope.accelerate(model, optimizer, compile=fixed | compiler)
-            dtype = None if casts else torch.bfloat16
+            in_fp8 = {"dtype": how} if how == "fp8" else {}
+            stepscope.accelerate(model, optimizer, compile=fixed | compiler, **in_fp8)
+            dtype = None if casts or in_fp8 else torch.bfloat16
             return stepscope.TrainStep(model, optimizer, dtype=dtype)
         step = EagerStep(model, optimizer, None, self.device)
         return _without_autocast(model, optimizer) if casts else step
@@ -142,7 +145,9 @@ def judged(lines: Sequence[Line]) -> Iterator[str]:
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--row", choices=list(ROWS), default=ROW)
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument(
+        "--forms", nargs="+", choices=FORMS, default=[one for one in FORMS if not one.endswith(FP8)]
+    )
     parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0])
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a block")
     parser.add_argument("--minutes", type=float, default=25.0, help="no round begins after that")

@@ -1,4 +1,4 @@
-"""`stepscope inspect` under torchrun: one page with all ranks, the slowest is named."""
+"""`stepscope inspect --nproc` starts torchrun: one page with all ranks, the slowest is named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_ranks_are_combined_on_one_page(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = python(
         *shlex.split(
-            "-m torch.distributed.run --standalone --nproc-per-node 2 -m stepscope inspect"
+            "-m stepscope inspect --nproc 2"
             f" --warmup 2 --steps 2 --profiled-steps 6 --out {tmp_path / 'out'} train.py"
         ),
         cwd=tmp_path,

@@ -9,19 +9,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from command_line import TESTS
 from stepscope.analysis.observed.lines import read_folder
 
 EXAMPLES = TESTS.parent / "examples"
 
 
-def test_fsdp2_in_an_own_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--accelerate",)], ids=["plain", "accelerated"])
+def test_fsdp2_in_an_own_loop(options: tuple[str, ...], tmp_path: Path) -> None:
+    if options and not os.environ.get("STEPSCOPE_TEST_ALL"):
+        pytest.skip("STEPSCOPE_TEST_ALL=1 compiles, too")
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = ["--device", "cpu", "--steps", "25", "--folder", str(tmp_path / "seen")]
+    words = ["--device", "cpu", "--steps", "25", "--folder", str(tmp_path / "seen"), *options]
     done = subprocess.run(
         [sys.executable, "-m", *torchrun, str(EXAMPLES / "fsdp2.py"), *words],
         cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "XDG_CACHE_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=300,
@@ -29,6 +35,8 @@ def test_fsdp2_in_an_own_loop(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout))
     assert last < first
+    assert ("units                 2 × TransformerEncoderLayer" in done.stdout) == bool(options)
+    assert "differ" not in done.stdout
     ranks = read_folder(tmp_path / "seen")
     assert [one.start.rank for one in ranks] == [0, 1]
     for one in ranks:

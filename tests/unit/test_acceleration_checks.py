@@ -109,3 +109,23 @@ def test_values_that_are_not_finite_differ(value: float) -> None:
     why, dtypes = found(torch.float32, value)
     assert "the outputs differ" in why
     assert len(dtypes) == 2
+
+
+def test_infinities_of_a_mask_are_compared_by_position() -> None:
+    module = Scaled(torch.float32)
+    mask = torch.zeros(64, 256)
+    mask[0, 0] = float("-inf")
+
+    def why(replaced: Tensor, factor: float = 1.0) -> str:
+        def original(x: Tensor) -> Tensor:
+            return module.forward(x) + mask
+
+        def other(x: Tensor) -> Tensor:
+            return factor * module.forward(x) + replaced
+
+        return difference(module, original, other, (torch.ones(64, 256),), {}, gradients=False)
+
+    assert why(mask.clone()) == ""
+    assert "the outputs differ" in why(mask.clone(), 1.01)
+    assert "the outputs differ" in why(mask.roll(1))
+    assert "the outputs differ" in why(torch.zeros(64, 256))

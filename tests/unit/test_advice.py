@@ -263,7 +263,7 @@ def test_a_script_is_judged_by_measured_rates_instead_of_a_data_sheet(
     sheet = Ceiling(name="matmul.bfloat16", value=989e12, unit="FLOP/s", source="a data sheet")
     watched = inspected_record(step=0.24, ceilings=(sheet,))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(recording, "record_script", lambda _: watched)
+    monkeypatch.setattr(recording, "record_script", lambda _: [watched])
     monkeypatch.setattr(advise_command, "Runner", StandIn)
     script = tmp_path / "train.py"
     script.touch()

@@ -10,7 +10,9 @@ import pytest
 from own_records import attached, inspected_record
 from sample_records import environment, times
 from stepscope.advisor.inspect.gather import with_profile
+from stepscope.advisor.verdict import program_verdict
 from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.verdict import SlowestRank
 from stepscope.records.memory import PARAMETERS, SAVED
 from stepscope.records.schema import Ceiling, Quantity, Record
 from stepscope.report.blocks import Finding
@@ -37,6 +39,16 @@ def test_no_rank_is_blamed_if_different_ranks_are_late() -> None:
         assert one.records == tuple(record.id for record in records)
         return one
 
+    def verdict(starts: list[list[list[int]]]) -> SlowestRank | None:
+        records = [
+            attached(inspected_record(rank, len(starts)), collectives=times)
+            for rank, times in enumerate(starts)
+        ]
+        judged = program_verdict(records)
+        assert judged is not None
+        assert "--nproc 2" in judged.next_command
+        return judged.slowest
+
     ms = 1_000_000
     alternating = finding("inspect.ranks-late", [[0, 8 * ms], [20 * ms]], [[5 * ms, ms], [20 * ms]])
     assert alternating.text == (
@@ -48,6 +60,11 @@ def test_no_rank_is_blamed_if_different_ranks_are_late() -> None:
     slow = finding("inspect.slowest-rank", usual, late)
     assert slow.values["slowest"] == 1
     assert slow.text.startswith("Rank 1 is the slowest: on average it arrives at a collective 20")
+    slowest = verdict([usual, late])
+    assert slowest is not None
+    assert slowest.rank == 1
+    assert slowest.late_ms == pytest.approx(20.0)
+    assert verdict([usual, usual]) is None
     # Three collectives of which one is late by chance do not show that a rank is slow.
     finding("inspect.ranks-late", [[0, 8 * ms], [20 * ms]], [[30 * ms, ms], [40 * ms]])
     several = finding("inspect.ranks-late", [[0]], [[6 * ms]], [[10 * ms]])

@@ -42,12 +42,14 @@ from stepscope.acceleration.replacement import (
     rows_of,
 )
 from stepscope.acceleration.report import FP8, Report, excluded
+from stepscope.acceleration.sharded.fp8_gathers import gather_in_fp8
 from stepscope.acceleration.sharded.functions import ShardedFunctions
 from stepscope.acceleration.sharded.units import has_units, why_not_compiled
 from stepscope.acceleration.unrecognized import mixtures_of_experts
 from stepscope.errors import UsageError
 from stepscope.kernels.fp8.layers import Fp8Layers
 from stepscope.kernels.fp8.recipe import Recipe, unavailable
+from stepscope.kernels.fp8.traced import unsupported
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.torch_tools.module_hooks import without_global_hooks
 from stepscope.torch_tools.triton_available import is_interpreted
@@ -110,6 +112,7 @@ def accelerate(
 
     `dtype="fp8"`, or a `Recipe` of `stepscope.kernels.fp8`, uses bfloat16 autocast and FP8 GEMMs in
     the linear layers that gain from them; weights, gradients and the optimizer keep their dtypes.
+    FSDP2 gathers the weights of these layers in FP8 (with `compile=True`, after `fully_shard`).
     `report.fp8.override(pattern, recipe)` changes the choice for layers by name.
 
     `compile=True` replaces no modules: training calls run through the graph backend, in the fastest
@@ -135,8 +138,12 @@ def accelerate(
         device = next((p.device for p in inner.parameters()), torch.device("cpu"))
         if reason := unavailable(device, fp8.recipe):
             raise UsageError(reason, "use dtype=torch.bfloat16")
-        if _is_sharded(inner):
-            raise UsageError(_FULL_WEIGHTS, "use DDP, or dtype=torch.bfloat16")
+        by_units = compile and has_units(inner) and why_not_compiled(inner) is None
+        if _is_sharded(inner) and not by_units:
+            raise UsageError(
+                _FULL_WEIGHTS,
+                "use fully_shard and compile=True, DDP, or dtype=torch.bfloat16",
+            )
     if inner in _ACCELERATED:
         raise UsageError("the model is accelerated already", "call undo() of its report first")
     patterns = tuple(exclude)
@@ -192,7 +199,9 @@ def _compile(
     if fp8 is not None:
         _use_fp8(model, copies, fp8, report)
     # Without an update that writes them, the casts stay in the graph.
-    given = copies if (fused or fp8 is not None) and not has_units(model) else None
+    given: WeightCopies | None = copies if fused or fp8 is not None else None
+    if has_units(model):
+        given = None if fp8 is None else _gather_in_fp8(model, fp8, report)
     report.compilation = Compilation(
         model, report, options, dtype, patterns, given, fp8, ShardedFunctions
     )
@@ -269,6 +278,28 @@ def _use_fp8(model: nn.Module, copies: WeightCopies, fp8: Fp8Layers, report: Rep
     previous, copies.fp8 = copies.fp8, fp8
     report.fp8 = fp8
     report.on_undo(lambda: setattr(copies, "fp8", previous))
+
+
+def _gather_in_fp8(model: nn.Module, fp8: Fp8Layers, report: Report) -> WeightCopies:
+    """Let the units of FSDP2 gather the weights of layers in FP8 as such."""
+    wanted = {}
+    for name, module in model.named_modules():
+        weight = _weight_of(module)
+        if weight is None or fp8.refused((weight,)) is not None:
+            continue
+        reason = unsupported(fp8.recipe_of((weight,)))
+        if is_transposed(module):
+            reason = "its weight is stored transposed"
+        if reason is None:
+            wanted[id(weight)] = name
+        else:
+            fp8.keep(weight, reason)
+            report.leave(Left(FP8, name, reason))
+    gathers, left = gather_in_fp8(model, wanted)
+    report.leave(*(Left(FP8, name, reason) for name, reason in left.items()))
+    report.notes.append(f"fp8 all-gather     {len(gathers):>4} weights")
+    report.on_undo(gathers.undo)
+    return gathers
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -39,6 +39,7 @@ from stepscope.analysis.verdict import (
     MemoryChange,
     RankedChange,
     Share,
+    SlowestRank,
     TrustState,
     Verdict,
     at_most,
@@ -51,7 +52,7 @@ from stepscope.records.schema import Record
 from stepscope.records.stats import summarize
 from stepscope.studies.own.cases import STUDY_NAME as OWN
 from stepscope.views.program.cases import STUDY_NAME as INSPECTED
-from stepscope.views.program.rows import ProgramRecord, programs
+from stepscope.views.program.rows import ProgramRecord, lateness, programs, slowest
 from stepscope.views.program.waterfall import program_waterfall
 
 _NAMED_FROM = 0.02
@@ -98,8 +99,9 @@ def _verdict(
         trust_reason=trust_reason,
         judged=False,
         evaluations=_evaluations(lead),
+        slowest=_slowest(ranks),
         lines=() if lead.lines is None else costly_lines(lead.lines)[:MAX_NAMED_LINES],
-        next_command=_inspect_again(lead),
+        next_command=_inspect_again(ranks),
     )
     try:
         facts = recorded.facts
@@ -123,7 +125,8 @@ def _verdict(
     known = None
     if facts.doubt or any(not trust_of(one.record).good for one in trials):
         known = work_order(trials) or (predicted_order(facts) if facts.doubt else None)
-    next_ = _next(lead, advice, trials, best)
+    job = _job(ranks)
+    next_ = "" if job is None and not trials else _next(lead, advice, trials, best)
     return replace(
         verdict,
         judged=True,
@@ -146,9 +149,15 @@ def _verdict(
         undecided=None if open_question is None else _measured_change(open_question),
         unchanged_ms=_unchanged_ms(trials, best),
         not_evaluated=tuple(one.title for one in recorded.not_evaluated),
-        next_command=f"{next_} {lead.command}" if next_ else "",
+        next_command=f"{next_}{job or ''} {lead.command}" if next_ else "",
         next_on_recording=next_ if "--verify" not in next_ else "",
     )
+
+
+def _slowest(ranks: Sequence[ProgramRecord]) -> SlowestRank | None:
+    if len(ranks) < 2 or (last := slowest(ranks)) is None:
+        return None
+    return SlowestRank(rank=last.rank, late_ms=lateness(ranks)[last.rank])
 
 
 def _evaluations(lead: ProgramRecord) -> Evaluations | None:
@@ -395,12 +404,23 @@ def _setting(advice: Advice) -> str:
     return next(iter(advice.setting), "")
 
 
-def _inspect_again(lead: ProgramRecord) -> str:
+def _job(ranks: Sequence[ProgramRecord]) -> str | None:
+    """Return the option with which a command starts the program in as many ranks; None if no
+    command does, as for ranks on other machines or a process group of its own."""
+    lead = ranks[0]
+    if lead.distributed and not 1 < lead.case.ranks == len(ranks):
+        return None
+    return f" --nproc {len(ranks)}" if lead.distributed else ""
+
+
+def _inspect_again(ranks: Sequence[ProgramRecord]) -> str:
     """Return the command that records the program again; empty if no command runs it, as in a
     notebook."""
+    lead = ranks[0]
     if not lead.command:
         return ""
-    return f"stepscope {'inspect' if lead.record.study == INSPECTED else 'run own'} {lead.command}"
+    command = "inspect" if lead.record.study == INSPECTED else "run own"
+    return f"stepscope {command}{_job(ranks) or ''} {lead.command}"
 
 
 def _next(
@@ -408,7 +428,7 @@ def _next(
 ) -> str:
     """Return the next command without the program: predict the gains, measure them, or write the
     changes into the script. Empty if no command runs the program."""
-    if not lead.command or (lead.distributed and not trials):
+    if not lead.command:
         return ""
     if not advice and not trials:
         # Most rules need the rates of this machine, which `advise` measures.

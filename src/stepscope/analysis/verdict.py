@@ -243,6 +243,14 @@ class Evaluations(Data, frozen=True):
     """Time by which they were longer, together."""
 
 
+class SlowestRank(Data, frozen=True):
+    """The rank that the others wait for."""
+
+    rank: int
+    late_ms: float
+    """How much later than the first rank it arrives at a collective, on average."""
+
+
 class Verdict(Data, frozen=True):
     """Summary of a step, with which every page, command and JSON output starts."""
 
@@ -276,6 +284,8 @@ class Verdict(Data, frozen=True):
     """The lines of the user's code to change first."""
     evaluations: Evaluations | None = None
     """Validations or rollouts that take a notable share of the training time."""
+    slowest: SlowestRank | None = None
+    """None with one rank, or if none delays the others."""
     uncertain: RankedChange | None = None
     """The largest predicted gain whose range includes zero, of a change that was not tried."""
     tried: int = 0

@@ -29,6 +29,7 @@ from stepscope.cli.messages import log, say
 from stepscope.records.schema import Record
 from stepscope.report.blocks import Interval, Page, Section, Table
 from stepscope.studies.page import make_page, study_sections
+from stepscope.views.program.cases import STUDY_NAME as INSPECTED
 from stepscope.views.program.rows import ProgramRecord
 
 _QUESTION = "Which changes apply, what would each gain, and what does it risk?"
@@ -82,7 +83,8 @@ def conclude(
     from stepscope.report.verdict import verdict_facts
 
     own, tried = _of_trials(records), _tried(records)
-    verdict = for_shell(program_verdict([step.record, *own], step), options, source)
+    ranks = [one for one in records if one.study == INSPECTED and one.id != step.record.id]
+    verdict = for_shell(program_verdict([step.record, *ranks, *own], step), options, source)
     if applies and verdict is not None:
         verdict = msgspec.structs.replace(verdict, next_command="")
     write_text(path, html_page(advice_page(step, records, verdict, read_history())))

@@ -91,6 +91,11 @@ class WeightCopies:
         view._cached, view._groups, view._positions = self._cached, self._groups, self._positions
         return view
 
+    def owner(self, weight: Tensor) -> Tensor | None:
+        """Return the parameter whose values a layer reads in this tensor; None if its copies are
+        not here."""
+        return weight
+
     @contextmanager
     def kept(self, *, read: bool) -> Iterator[None]:
         """Cache copies, which optimizers write, and let layers `read` them."""

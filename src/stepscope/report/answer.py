@@ -75,6 +75,11 @@ def sentences(verdict: Verdict, *, with_stats: bool = False) -> Iterator[str]:
         rest = f"The largest {named}{' beyond compute' if verdict.cluster else beyond}"
         label = loss.label.removesuffix(" beyond the limit") if beyond else loss.label
         yield (f"{rest}: {label}, {duration(loss.ms)} ({percent(loss.ms / verdict.step.value)}).")
+    if (late := verdict.slowest) is not None:
+        yield (
+            f"Rank {late.rank} is the slowest: it arrives at collectives {duration(late.late_ms)}"
+            " after the first rank."
+        )
     if verdict.cluster is not None:
         yield from _scaling_sentences(verdict.cluster, with_stats=with_stats)
     if verdict.trust in RELIABLE and verdict.trust_reason:

@@ -261,6 +261,7 @@ def verdict_facts(verdict: Verdict | None) -> dict[str, Any] | None:
         "changes": [_change_facts(change) for change in verdict.changes],
         "lines": [asdict(line) for line in verdict.lines],
         "order_only": {"by": verdict.order_by, "titles": list(verdict.order)},
+        "slowest_rank": None if verdict.slowest is None else asdict(verdict.slowest),
         "trust": {"level": verdict.trust, "reason": verdict.trust_reason},
         "next": verdict.next_command,
     }

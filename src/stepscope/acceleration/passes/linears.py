@@ -39,6 +39,7 @@ from stepscope.acceleration.passes.matching import (
     value_of,
     written_memory,
 )
+from stepscope.acceleration.sharded.fp8_gathers import Fp8Gathers
 from stepscope.acceleration.torch_internals import (
     GRAD_MODE,
     fake_mode,
@@ -109,25 +110,28 @@ def copy_weights(graph: Graph, weights: Weights, names: Collection[str]) -> list
     if copies is None:
         return outcomes
     fp8 = weights.fp8 if FP8 in names else None
-    for node in _linears_with_cast(graph):
+    gathered = isinstance(copies, Fp8Gathers)
+    for node in _linears_with_cast(graph, always=gathered):
         linear = _linear_of(node)  # Its input may have been replaced.
         assert linear is not None
         line = line_of(node)
-        reason = None if fp8 is None else _not_in_fp8(fp8, linear, weights.tensors)
+        weight = copies.owner(weights.tensors[linear.weight.name])
+        if weight is None:
+            continue
+        reason = None if fp8 is None else _not_in_fp8(fp8, linear, weight)
         if reason is not None:
             outcomes.append(Left(FP8, reason, line))
         used = None if reason is not None else fp8
-        if used is None and COPIED not in names:
+        if used is None and (gathered or COPIED not in names):
             continue
-        recipe = None if used is None else used.recipe_of((weights.tensors[linear.weight.name],))
+        recipe = None if used is None else used.recipe_of((weight,))
         _replace(graph, linear, _copied_input(graph, linear, copies, used), recipe)
         name = COPIED if used is None else FP8
         outcomes.append(Applied(name, "a linear layer", line))
     return outcomes
 
 
-def _not_in_fp8(fp8: Fp8Layers, linear: _Linear, tensors: Mapping[str, Tensor]) -> str | None:
-    weight = tensors[linear.weight.name]
+def _not_in_fp8(fp8: Fp8Layers, linear: _Linear, weight: Tensor) -> str | None:
     shape = value_of(linear.x).shape[:-1]
     if not all(type(n) is int for n in shape):
         reason = "the number of tokens varies"
@@ -138,8 +142,8 @@ def _not_in_fp8(fp8: Fp8Layers, linear: _Linear, tensors: Mapping[str, Tensor]) 
     return unknown or fp8.decide((weight,), tokens, linear.transposed)
 
 
-def _linears_with_cast(graph: Graph) -> list[Node]:
-    """Return the linear layers that cast their weight, with a gradient."""
+def _linears_with_cast(graph: Graph, *, always: bool = False) -> list[Node]:
+    """Return the linear layers that cast their weight, or all of them, with a gradient."""
     written = written_memory(graph)
     found: list[Node] = []
     without_gradient: set[Node] = set()
@@ -151,7 +155,7 @@ def _linears_with_cast(graph: Graph) -> list[Node]:
             without_gradient.add(node)
             continue
         linear = _linear_of(node)
-        if linear is None or value_of(linear.weight).dtype == linear.dtype:
+        if linear is None or (value_of(linear.weight).dtype == linear.dtype and not always):
             continue
         used = {memory_of(one)[-1] for one in (node, linear.x, linear.weight)}
         if not (used & written or without_gradient.intersection(linear.chain)):

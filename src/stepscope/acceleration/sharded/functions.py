@@ -37,6 +37,7 @@ from stepscope.acceleration.losses import without_cache
 from stepscope.acceleration.replacement import Left
 from stepscope.acceleration.sharded.choice import SharedChoice
 from stepscope.acceleration.sharded.deferred import computed
+from stepscope.acceleration.sharded.fp8_gathers import Fp8Gathers
 from stepscope.acceleration.sharded.unit_calls import UnitCalls, bare, is_traced
 from stepscope.acceleration.sharded.units import (
     agreed,
@@ -247,6 +248,8 @@ class WholeFunction(_ShardedFunction):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._sharded.leading = self
+        if isinstance(self._owner.copies, Fp8Gathers):
+            self._owner.copies.require()
         if is_unit(self._module) and not runs_forward(self._module):
             return self._through_hooks(args, kwargs)
         # A unit cannot take it, and a training step does not read it.

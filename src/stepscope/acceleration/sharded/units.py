@@ -92,7 +92,7 @@ def mesh_groups(model: nn.Module) -> list[Any]:
     """Return the process groups over which the weights of a model are sharded or replicated."""
     for module in model.modules():
         if is_unit(module):
-            for group in _parameter_groups(module):
+            for group in parameter_groups(module):
                 mesh = group.mesh_info.mesh
                 return [mesh.get_group(at) for at in range(mesh.ndim)]
     return []
@@ -107,7 +107,7 @@ def why_not_compiled(model: nn.Module) -> str | None:
         id(one)
         for unit in model.modules()
         if is_unit(unit)
-        for group in _parameter_groups(unit)
+        for group in parameter_groups(unit)
         for p in group.fsdp_params
         if not p.is_dtensor
         for one in (p.sharded_param, getattr(p, "_unsharded_param", None))
@@ -116,7 +116,8 @@ def why_not_compiled(model: nn.Module) -> str | None:
     return _TENSOR_PARALLEL if any(isinstance(p, tensor.DTensor) for p in others) else None
 
 
-def _parameter_groups(unit: nn.Module) -> Sequence[Any]:
+def parameter_groups(unit: nn.Module) -> Sequence[Any]:
+    """Return what a unit gathers at once."""
     state = state_of(unit)
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.11 has one group or none.

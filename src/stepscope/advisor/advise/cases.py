@@ -37,6 +37,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     """Steps before the first timed one."""
     optimizers: int = 0
     """Optimizers of a step, as far as they are known: none ends before all of them have stepped."""
+    ranks: int = 1
 
     @property
     def key(self) -> str:

@@ -115,8 +115,8 @@ def facts_of(record: Record, lacks: Sequence[str] = ()) -> Facts:
         siblings=() if watched.lines is None else _siblings(watched.lines),
         loss_ms=_loss_ms(summary),
         ranks=ranks,
-        exposed_ms=summary.class_ms("communication"),
-        messages=sum(row.count for row in summary.kernels if row.kind == "communication"),
+        **_communication(summary),
+        sharing=None if setting is None else setting.sharing,
         micro_batches=max(1, watched.micro_batches),
         batch=setting.batch if setting else watched.case.batch,
         rates={
@@ -143,6 +143,24 @@ def facts_of(record: Record, lacks: Sequence[str] = ()) -> Facts:
         ceiling_values.get("launch.rate"),
         summarize(issued.values).median if issued else None,
     )
+
+
+def _communication(summary: Summary) -> dict[str, Any]:
+    rows = [row for row in summary.kernels if row.kind == "communication"]
+    gathers = [row for row in rows if "gather" in row.kernel.lower()]
+    return {
+        "exposed_ms": summary.class_ms("communication"),
+        "messages": sum(row.count for row in rows),
+        "gathers_ms": _by_phase(gathers),
+        "collectives_ms": _by_phase(rows),
+    }
+
+
+def _by_phase(rows: Sequence[KernelRow]) -> dict[str, float]:
+    spent: defaultdict[str, float] = defaultdict(float)
+    for row in rows:
+        spent[row.phase] += row.ms
+    return dict(spent)
 
 
 def _siblings(lines: Lines) -> tuple[Siblings, ...]:
@@ -192,8 +210,7 @@ def facts_of_trace(summary: Summary, host: float = 1.0, ranks: int = 1, sent: in
         **_linear_layers(summary),
         loss_ms=_loss_ms(summary),
         ranks=ranks,
-        exposed_ms=summary.class_ms("communication"),
-        messages=sum(row.count for row in summary.kernels if row.kind == "communication"),
+        **_communication(summary),
         rates={name: rates[f"matmul.{name}"] for name in _DTYPES if f"matmul.{name}" in rates},
         rates_basis="by the data sheet",
         bandwidth=rates.get("memory.copy"),

@@ -131,6 +131,7 @@ def order_of(script: Script, **more: object) -> Order:
         words=script.words,
         warmup=script.warmup,
         optimizers=script.optimizers,
+        ranks=script.ranks,
         timed=1,
         traced=1,
         memory=False,

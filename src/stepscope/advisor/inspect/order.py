@@ -26,6 +26,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """End the script once its steps are recorded."""
     channel: int | None = None
     """File descriptor of the control socket, if interleaved with another run of the script."""
+    ranks: int = 1
+    """Processes that run the script on this machine; several are started as torchrun does."""
     optimizers: int = 0
     """Optimizers of a step; 0 if not known."""
     settings: dict[str, str] = {}

@@ -28,7 +28,8 @@ _FIX = "let it run more steps"
 
 def run_observed(order: Order, folder: Path, log: IO[bytes]) -> int:
     """Run the script until it ends, with its output in `log`; return its wait status."""
-    command = script_command(str(folder), msgspec.json.encode(order).decode())
+    ranks = order.ranks if order.ranks > 1 else 0
+    command = script_command(str(folder), msgspec.json.encode(order).decode(), ranks=ranks)
     tag = new_tag()
     child = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=tagged(tag)
@@ -60,9 +61,10 @@ def _last_lines(output: IO[bytes]) -> list[str]:
     return output.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
 
 
-def record_script(order: Order) -> Record:
-    """Run the script and return the record of its timed and traced steps. If there is none, raise
-    an error with the reason and, if the script failed, the last lines of its output."""
+def record_script(order: Order) -> list[Record]:
+    """Run the script and return the records of its timed and traced steps, one of each rank. If
+    there is none of the first rank, raise an error with the reason and, if the script failed, the
+    last lines of its output."""
     with (
         tempfile.TemporaryDirectory(prefix="stepscope-advise-") as name,
         tempfile.TemporaryFile() as log,
@@ -70,10 +72,10 @@ def record_script(order: Order) -> Record:
         folder = Path(name)
         status = run_observed(order, folder, log)
         if parts(folder):
-            record = gather(folder, describe_end(status), order.command)[0]
-            missing = ProgramRecord(record).missing
+            records = gather(folder, describe_end(status), order.command)
+            missing = ProgramRecord(records[0]).missing
             if not missing:
-                return record
+                return records
             why = f"no advice for {order.name}: {missing}"
         else:
             stepped = (folder / CHILD_STEPPED).exists()

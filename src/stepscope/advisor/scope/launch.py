@@ -8,6 +8,7 @@ Ctrl-C ends the process as it normally would.
 from __future__ import annotations
 
 import builtins
+import os
 import runpy
 import signal
 import sys
@@ -67,7 +68,7 @@ def _watcher(order: Order, folder: Path) -> Observer:
             folder, every=order.every, trace=order.traced > 0, prometheus=order.prometheus
         )
     if order.observe != "steps":
-        return OnceImported(order, folder)
+        return OnceImported(order, _of_rank(folder))
     if order.channel is not None:
         return InterleavedRun(order.channel, order.settings, order.warmup, order.optimizers)
     effort = Effort(
@@ -81,6 +82,15 @@ def _watcher(order: Order, folder: Path) -> Observer:
         stop=order.stop,
         plans=order.plans,
     )
+
+
+def _of_rank(folder: Path) -> Path:
+    """A folder for what each rank observes: that of the first one is the folder itself."""
+    if (rank := os.environ.get("RANK", "0")) == "0":
+        return folder
+    folder = folder / f"rank-{rank}"
+    folder.mkdir()
+    return folder
 
 
 def _run_script(order: Order) -> None:

@@ -21,6 +21,7 @@ from stepscope.acceleration.report import name_pattern
 from stepscope.advisor.scope.issue import PHASES
 from stepscope.advisor.scope.loading import with_mean_wait
 from stepscope.advisor.scope.recorder import Recorder
+from stepscope.advisor.scope.sharing import sharing_of
 from stepscope.measure.ceilings import known_ceilings
 from stepscope.measure.environment import describe
 from stepscope.measure.modules import any_compiled, model_names
@@ -189,6 +190,7 @@ def _setting(recorder: Recorder) -> Setting:
         batch=_batch(),
         loader_workers=recorder.loader_workers,
         distributed=torch.distributed.is_available() and torch.distributed.is_initialized(),
+        sharing=sharing_of(recorder.models),
         pieces=_pieces(recorder.models),
     )
 

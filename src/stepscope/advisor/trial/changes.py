@@ -64,6 +64,7 @@ class Changes:
         self._siblings: Siblings | None = None
         self._backwards = backwards
         self._known: set[torch.nn.Module] = set()
+        self._model_changes: dict[str, Callable[[torch.nn.Module], int]] = {}
         self._calls: list[Calls] = []
         self._plan = Application(settings=(), blocks={})
         self._throughout = ExitStack()
@@ -111,6 +112,9 @@ class Changes:
     def batch_siblings(self) -> None:
         self._siblings = Siblings(self.applied, self.is_on)
 
+    def with_models(self, setting: str, change: Callable[[torch.nn.Module], int]) -> None:
+        self._model_changes[setting] = change
+
     def run_as_train_step(self) -> None:
         self._loop = LoopStep(self._paused)
         self._loop.attach()
@@ -156,6 +160,8 @@ class Changes:
             if model in self._known:
                 continue
             self._known.add(model)
+            for setting, change in self._model_changes.items():
+                self.applied[setting] += change(model)
             if self._checkpoints:
                 self.applied["checkpoint"] += checkpoint_blocks(model)
             if self._acceleration is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 import msgspec
 
 from stepscope.records.plans import Planned, PlannedStep
+from stepscope.records.sharing import Sharing
 
 QUEUE = "queue"
 """Gap between two kernels that were both launched in time: counted as device work."""
@@ -204,8 +205,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int = 0
     """Bytes of the optimizer state."""
     ranks: int = 1
+    sharing: Sharing | None = None
+    """How the ranks share the model; None if that is not recorded."""
     exposed_ms: float = 0.0
     """Communication time that is not overlapped with other work."""
+    gathers_ms: dict[str, float] = {}
+    """Time of gathering parameters in each phase, overlapped or not."""
+    collectives_ms: dict[str, float] = {}
+    """The same of all communication."""
     messages: float = 0.0
     """Reductions per step."""
     micro_batches: int = 1
@@ -304,6 +311,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
             loss_ms=factor * self.loss_ms,
             linear_ms=factor * self.linear_ms,
             exposed_ms=factor * self.exposed_ms,
+            gathers_ms={phase: factor * ms for phase, ms in self.gathers_ms.items()},
+            collectives_ms={phase: factor * ms for phase, ms in self.collectives_ms.items()},
             pieces=None
             if self.pieces is None
             else tuple(
@@ -312,6 +321,15 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
                 )
                 for piece in self.pieces
             ),
+        )
+
+    def with_less_communication(self, ms: Mapping[str, float]) -> Facts:
+        """Remove exposed communication from each phase."""
+        less = self.with_work(
+            lambda work: work.with_more("communication", -ms.get(work.name, 0.0)), ms
+        )
+        return msgspec.structs.replace(
+            less, exposed_ms=max(0.0, self.exposed_ms - sum(ms.values()))
         )
 
     def with_work(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class Program(Protocol):
@@ -55,6 +55,10 @@ class Program(Protocol):
 
     def batch_siblings(self) -> None:
         """Run modules of a list as one batch, if a loop calls them with the same input."""
+        ...
+
+    def with_models(self, setting: str, change: Callable[[Any], int]) -> None:
+        """Change every model that is trained, once it is known, and count what was changed."""
         ...
 
     def run_as_train_step(self) -> None:

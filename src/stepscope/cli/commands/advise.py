@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 import tyro
+from msgspec.structs import replace
 
 from stepscope.advisor.advise.cases import STUDY_NAME as TRIALS
 from stepscope.advisor.advise.cases import Script
@@ -30,6 +31,7 @@ from stepscope.cli.patching import apply_verified
 from stepscope.cli.progress import Calibrating, make_observer
 from stepscope.cli.scripts import split_words
 from stepscope.errors import StepscopeError, UsageError, in_one_line, no_such_file, unknown_name
+from stepscope.processes import leave_job
 from stepscope.records.names import file_name
 from stepscope.records.schema import Environment, Record, Run
 from stepscope.records.store import Store
@@ -52,6 +54,8 @@ class AdviseOptions(AnswerOptions, frozen=True, kw_only=True):
     `stepscope run own --help`)."""
     module: bool = False
     """Run SCRIPT as a module, like `python -m` (short: -m)."""
+    nproc: int = 1
+    """Run SCRIPT in that many ranks on this machine, as torchrun does."""
     batch: int = 8
     """With --model: batch size of the unchanged step, in sequences or samples."""
     dtype: str = "float32"
@@ -117,6 +121,8 @@ def main(words: list[str]) -> int:
             "stepscope advise --verify train.py --batch-size 8",
             "stepscope advise --verify --total-timeout 300 --resume train.py --batch-size 8",
             "stepscope advise --verify --only bfloat16,compile train.py",
+            "stepscope advise --verify --nproc 8 train.py",
+            "torchrun --nproc-per-node 8 -m stepscope advise --verify train.py",
             "stepscope advise --apply train.py --batch-size 8",
             "stepscope advise --apply --in-place latest",
             "stepscope advise stepscope-out/train.jsonl",
@@ -133,6 +139,11 @@ def main(words: list[str]) -> int:
         raise UsageError(
             f"--total-timeout is {options.total_timeout:g} and --timeout {options.timeout:g}",
             "--total-timeout must be 0 or above, --timeout above 0 seconds",
+        )
+    if options.nproc < 1 or (options.nproc > 1 and not is_script):
+        raise UsageError(
+            f"--nproc is {options.nproc}",
+            "a script runs in at least 1 rank, a model in one process",
         )
     if (options.in_place or options.keep or options.patch) and not options.apply:
         raise UsageError("--in-place, --keep and --patch belong to --apply", "give --apply, too")
@@ -186,7 +197,7 @@ def _with_ceilings(record: Record, options: AdviseOptions) -> tuple[Record, tupl
             if _machine(runner.environment) != _machine(record.environment):
                 return record, ()
             ceilings = runner.ceilings(Calibrating())
-            return msgspec.structs.replace(record, ceilings=ceilings), tuple(runner.lacks)
+            return replace(record, ceilings=ceilings), tuple(runner.lacks)
     except UsageError:
         # There is no device of that kind, so the records are of another machine.
         return record, ()
@@ -241,27 +252,40 @@ def _advise_script(
         raise UsageError("both a script and --model are given", "give one of them")
     if not options.module and not Path(target).is_file():
         raise no_such_file(target, "script", "give a module after -m")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError(
-            "changes cannot be tried with several ranks",
-            "record them with `torchrun -m stepscope inspect`, then `stepscope advise` the records",
-        )
-    script = Script(target=target, module=options.module, words=tuple(rest), warmup=options.warmup)
+    if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        if os.environ.get("LOCAL_WORLD_SIZE") != str(ranks):
+            raise UsageError(
+                "changes cannot be tried on several machines",
+                "record the script with `torchrun -m stepscope inspect`, then `stepscope advise`"
+                " the records",
+            )
+        if os.environ["RANK"] != "0":
+            return 0
+        # The first rank starts jobs of this shape.
+        leave_job()
+        options, words = replace(options, nproc=ranks), ["--nproc", str(ranks), *words]
+    script = Script(
+        target=target,
+        module=options.module,
+        words=tuple(rest),
+        warmup=options.warmup,
+        ranks=options.nproc,
+    )
     request = PlannedCase(study=STUDY_NAME, key=script.key, config=msgspec.to_builtins(script))
     with Store(options.store) as store:
         run, new = _find_run(options, store, [request], words)
         recorded = [] if new else [one for one in store.records(run.id) if one.study == STUDY_NAME]
         step: RecordedStep | None = None
         order = order_of(script, timed=10, traced=3, memory=True, stop=True, plans=options.plans)
-        reused = None if recorded else _recent(store, order, options)
+        reused = None if recorded or script.ranks > 1 else _recent(store, order, options)
         if reused is None and not recorded:
             log(f"recording a few steps of {target}")
         try:
-            base = recorded[0] if recorded else reused or record_script(order)
+            base, *others = recorded or ([reused] if reused else record_script(order))
         except ScriptOutOfMemoryError as error:
             return _fit(options, script, error)
         if (setting := ProgramRecord(base).setting) is not None:
-            script = msgspec.structs.replace(script, optimizers=len(setting.optimizers))
+            script = replace(script, optimizers=len(setting.optimizers))
         with (
             Runner(base.environment.device_kind, options.timeout) as runner,
             _saved_on_interrupt(store, run),
@@ -269,14 +293,15 @@ def _advise_script(
             if not recorded:
                 with make_observer(run, 0, 0) as observer:
                     ceilings = runner.ceilings(observer)
-                base = msgspec.structs.replace(base, run=run.id, ceilings=ceilings)
+                base = replace(base, run=run.id, ceilings=ceilings)
                 step = RecordedStep(base, tuple(runner.lacks), run.created)
                 base = step.record = with_advice(base, step.advice)
                 # A run without a record would become `latest`.
                 with store.transaction():
                     if new:
                         store.add_run(run)
-                    store.add(base)
+                    for one in (base, *others):
+                        store.add(replace(one, run=run.id))
             step = step or RecordedStep(base, tuple(runner.lacks), run.created)
             _verify(options, runner, store, run, step, script)
         records = store.records(run.id)
@@ -344,7 +369,7 @@ def _advise_model(options: AdviseOptions, words: Sequence[str]) -> int:
         request = (*cases, PlannedCase(study=TRIALS, key="trials", config={}))
         run, new = _find_run(options, store, request, words)
         if new:
-            store.add_run(msgspec.structs.replace(run, cases=len(cases)))
+            store.add_run(replace(run, cases=len(cases)))
         with _saved_on_interrupt(store, run):
             with make_observer(run, len(cases), 0) as observer:
                 runner.run(cases, run, store, observer)

@@ -24,7 +24,7 @@ from stepscope.cli.messages import log, write_line
 from stepscope.cli.scripts import split_words
 from stepscope.errors import StepscopeError, UsageError, no_such_file, one_line
 from stepscope.files import copy_file
-from stepscope.processes import script_command
+from stepscope.processes import script_command, torchrun_command
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Record
 from stepscope.report.format import bytes_, duration
@@ -39,6 +39,8 @@ operators."""
 class InspectOptions(AnswerOptions, frozen=True, kw_only=True):
     script: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT [ARGUMENTS …]")] = ""
     """The training script and its arguments."""
+    nproc: int = 0
+    """Start that many ranks with torchrun on this machine."""
     page: Path | None = None
     """Page to write. Without it: SCRIPT.html, or MODULE-module.html with -m, in the directory of
     --out."""
@@ -97,11 +99,15 @@ def main(words: list[str]) -> int:
             "stepscope inspect train.py --batch-size 8",
             "stepscope inspect --stop-early --page first.html train.py config/small.yaml",
             "stepscope inspect -m mylab.train --steps 100",
+            "stepscope inspect --nproc 2 train.py",
             "torchrun --nproc-per-node 2 -m stepscope inspect train.py",
         ),
     )
     if target is None:
         raise UsageError("no script is given", "use: stepscope inspect [options] script.py")
+    if options.nproc > 0 and "RANK" not in os.environ:
+        command = torchrun_command(options.nproc, "-P", "-m", "stepscope", "inspect", *words)
+        os.execv(command[0], command)
     order = _order(options, target, rest)
     # A script and a module of the same name are different programs.
     name = f"{target}-module" if options.module else Path(target).stem

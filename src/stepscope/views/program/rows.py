@@ -106,8 +106,7 @@ class ProgramRecord:
 
     @property
     def distributed(self) -> bool:
-        """True if the program ran under torchrun, or in a process group of its own: `advise` cannot
-        start it."""
+        """True if the program ran under torchrun, or in a process group of its own."""
         return self.case.ranks > 1 or (self.setting is not None and self.setting.distributed)
 
     @property

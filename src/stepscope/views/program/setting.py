@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stepscope.records.decoding import Int64
 from stepscope.records.schema import Part, Record
+from stepscope.records.sharing import Sharing
 
 
 class OptimizerSetting(Part, frozen=True):
@@ -36,6 +37,8 @@ class Setting(Part, frozen=True):
     """Batch size of its DataLoaders, if all have the same."""
     loader_workers: Int64 = 0
     """Worker processes of the DataLoader that the steps took batches from."""
+    sharing: Sharing | None = None
+    """How ranks share the model; None if they do not, and in older records."""
     pieces: dict[str, dict[str, Int64]] | None = None
     """Modules that `stepscope.accelerate` would replace: for each piece, names with a star for the
     number of a block, and how many modules each name stands for."""
