@@ -47,14 +47,14 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(STARTUP), os.environ.get("PYTHONPATH")))
 )
 
-if not torch.cuda.is_available():
-    # In the process that starts the workers of pytest-xdist too: these are forks as well.
-    fork_server.install()
-
 # A shell starts background jobs with SIGINT ignored, and every child process inherits that: tests
 # of an interrupt would wait forever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if not torch.cuda.is_available():
+    # In the process that starts the workers of pytest-xdist too: these are forks as well.
+    fork_server.install()
 
 
 @pytest.fixture
