@@ -57,6 +57,15 @@ if not torch.cuda.is_available():
     fork_server.install()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("STEPSCOPE_TEST_ALL"):
+        return
+    skipped = pytest.mark.skip(reason="runs with STEPSCOPE_TEST_ALL=1")
+    for item in items:
+        if item.get_closest_marker("thorough"):
+            item.add_marker(skipped)
+
+
 @pytest.fixture
 def cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the processes of a test as usual, not as forks of one that has imported torch."""

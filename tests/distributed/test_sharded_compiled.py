@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -28,8 +27,6 @@ LIMITS = Limits(start=300.0, step=300.0, beat=120.0, total=3600.0)
 CPU = torch.device("cpu")
 Results = dict[str, Result]
 Found = tuple[Path, list[dict[str, Any]]]
-ALL = bool(os.environ.get("STEPSCOPE_TEST_ALL"))
-"""Train all cases: each takes processes that compile."""
 MAIN = ("accumulation and clipping", "TrainStep", "DDP with views")
 REST = tuple(sorted(set(CASES) - set(MAIN)))
 
@@ -74,13 +71,13 @@ def require_passes(name: str, report: str) -> None:
     assert "compile  " not in report, report
 
 
-@pytest.mark.skipif(not ALL, reason="STEPSCOPE_TEST_ALL=1 trains them, too")
+@pytest.mark.thorough
 def test_the_other_cases_train_as_one_process_does() -> None:
     cases = {name: CASES[name] for name in REST}
     require_cases(launch(train_all, (cases,), ranks=2, limits=LIMITS), cases)
 
 
-@pytest.mark.skipif(not ALL, reason="STEPSCOPE_TEST_ALL=1 trains them, too")
+@pytest.mark.thorough
 def test_four_ranks_train_as_one_process_does() -> None:
     four = launch(train_all, (FOUR,), ranks=4, limits=LIMITS)
     for name, case in FOUR.items():
@@ -179,7 +176,7 @@ def test_checkpoints_load_with_and_without_it_and_on_other_ranks(two: Found) -> 
         assert losses == pytest.approx(facts[0]["saved"], rel=1e-4)
 
 
-@pytest.mark.skipif(not ALL, reason="STEPSCOPE_TEST_ALL=1 compiles on three ranks, too")
+@pytest.mark.thorough
 def test_a_plain_checkpoint_loads_with_it_on_other_ranks(tmp_path: Path) -> None:
     continued = launch(save, (str(tmp_path), False), ranks=2, limits=LIMITS)[0]
     others = launch(loaded, (str(tmp_path), True), ranks=3, limits=LIMITS)
