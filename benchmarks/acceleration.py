@@ -181,7 +181,7 @@ class Bench:
         return stepscope.TrainStep(
             model, optimizer, loss_fn=loss_fn, dtype=torch.bfloat16,
             graph="off" if form == "stepscope-eager" else "auto",
-            update_in_backward=not form.endswith("-update-after"),
+            update_in_backward=False if form.endswith("-update-after") else "auto",
         )  # fmt: skip
 
     def _graph_step(self) -> Callable[[Any], Tensor]:

@@ -165,4 +165,20 @@ def test_the_reason_for_an_update_after_the_backward_pass() -> None:
     assert reason(AdamW(parameters, amsgrad=True)) == "amsgrad=True"
     groups = [{"params": parameters[:1], "maximize": True}, {"params": parameters[1:]}]
     assert reason(AdamW(groups), fuse=True) == "maximize=True"
-    assert reason(AdamW(parameters), fuse=True) == ""
+    assert reason(AdamW(parameters), fuse=True, update_in_backward=True) == ""
+    assert "one launch for all" in reason(AdamW(parameters), fuse=True)
+    large = [nn.Parameter(torch.zeros(2, 4_000_000, device=DEVICE))]
+    assert reason(AdamW(large), fuse=True) == ""
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_update_may_move_out_of_the_backward_pass_between_steps(late: bool) -> None:
+    step, _, _ = created(scheduled=False)
+    other, _, _ = created(scheduled=False, update_in_backward=False)
+    for number in range(STEPS):
+        # As a capture that is refused, or one that follows eager steps.
+        step._is_eager = lambda number=number: (number >= 2) is late  # type: ignore[method-assign]
+        torch.testing.assert_close(
+            step(tokens(number)), other(tokens(number)), rtol=1e-6, atol=1e-7
+        )
+    assert all(state["step"] == STEPS for state in step.optimizer.state.values())

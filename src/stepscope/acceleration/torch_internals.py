@@ -28,6 +28,8 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 
+from stepscope.acceleration.decompositions import decompositions
+
 Compiled = Callable[..., Any]
 GRAD_MODE = torch._C._set_grad_enabled
 ENTERS_AUTOCAST = autocast_mode._enter_autocast
@@ -287,7 +289,9 @@ def compile_with_inductor(
 
     with functorch_config.patch(ban_recompute_materialized_backward=False):
         patches = {"triton.cudagraphs": True} if cudagraphs else None
-        compiled: Any = compile_fx(module, list(inputs), config_patches=patches)
+        compiled: Any = compile_fx(
+            module, list(inputs), config_patches=patches, decompositions=decompositions()
+        )
     return compiled  # type: ignore[no-any-return]
 
 

@@ -35,6 +35,8 @@ from stepscope.errors import UsageError
 from stepscope.optim.in_backward import InBackwardAdamW
 
 GRAPH = ("auto", "on", "off")
+_SMALL = 4_000_000
+"""Elements of a parameter whose update takes a GPU less time than its launch takes Python."""
 
 
 class TrainStep:
@@ -55,7 +57,8 @@ class TrainStep:
 
     An optimizer that `accelerate` fused updates each parameter during the backward pass, unless
     something needs all gradients at once (clipping, accumulation, a scaler) or
-    `update_in_backward=False`. An `InBackwardAdamW` always does, and cannot be combined with
+    `update_in_backward=False`. By default it does not in steps without a CUDA graph whose
+    parameters are small: one launch for all is faster then. An `InBackwardAdamW` always does, and cannot be combined with
     clipping, accumulation or a scaler.
 
     `memory="60GiB"` applies the plan of `stepscope.fit` for that budget before the first step, with
@@ -77,7 +80,7 @@ class TrainStep:
         scaler: torch.amp.GradScaler | None = None,
         scheduler: Any = None,
         dtype: torch.dtype | None = None,
-        update_in_backward: bool = True,
+        update_in_backward: bool | Literal["auto"] = "auto",
         graph: Literal["auto", "on", "off"] = "auto",
         warmup: int = 3,
         max_graphs: int = 8,
@@ -139,7 +142,7 @@ class TrainStep:
         previous, self._plan = self._plan, plan_of(self.optimizer)
         if previous == self._plan:
             return
-        found = self._optimizer_in_backward(self._wants_in_backward)
+        found = self._optimizer_in_backward(self._wants_in_backward is not False)
         in_backward = None if isinstance(found, str) else found
         self._after_backward = found if isinstance(found, str) else ""
         eager_update = self._why_eager_update()
@@ -204,7 +207,7 @@ class TrainStep:
             run = self.captured if graph else self._run
             loss: Tensor = run(batch, last and self._eager_update is None, kind)
             if last and self._eager_update is not None:
-                self._update()
+                self._update(self._in_backward)
         except BaseException:
             self._abandon()
             raise
@@ -250,8 +253,11 @@ class TrainStep:
         parts = [self.captured.explain() if self._form[1] else eager]
         if self._compiled is not None:
             parts.append(f"the model and its loss: {self._compiled}")
-        if self._after_backward:
-            parts.append(f"the update follows the backward pass: {self._after_backward}")
+        why = self._after_backward
+        if not why and self._present_in_backward() is None:
+            why = "without a CUDA graph one launch for all is faster"
+        if why:
+            parts.append(f"the update follows the backward pass: {why}")
         else:
             parts.append("parameters are updated in the backward pass")
         if self._eager_update is not None and self._graph != "off":
@@ -288,19 +294,38 @@ class TrainStep:
         if self._scaler is not None:
             scaled = self._scaler.scale(scaled)
         # The caller's autocast is for the forward: a backward has the dtypes of its forward.
-        with self._update_in_backward(), torch.autocast(self._device().type, enabled=False):
+        in_backward = self._present_in_backward()
+        attached = in_backward is not None and not in_backward.attaches
+        updates = in_backward.attached() if in_backward is not None and attached else nullcontext()
+        with updates, torch.autocast(self._device().type, enabled=False):
             scaled.backward()  # type: ignore[no-untyped-call]
             if update:
-                self._update()
+                self._update(in_backward)
         return loss.detach()
 
-    def _update(self) -> None:
+    def _present_in_backward(self) -> InBackwardAdamW | None:
+        """Return what updates during the backward pass of this step. If no graph replays the
+        launches, one launch for all small parameters is faster than one for each."""
+        found = self._in_backward
+        if self._wants_in_backward is True or not isinstance(found, UpdateInBackward):
+            return found
+        return None if self._is_eager() and self._has_small_parameters() else found
+
+    def _is_eager(self) -> bool:
+        """Return whether steps run without a CUDA graph, and not only until it is captured."""
+        return not self._form[1] or (not self.captured.graphs and bool(self.captured.reasons))
+
+    def _has_small_parameters(self) -> bool:
+        parameters = self._parameters
+        return sum(one.numel() for one in parameters) < _SMALL * len(parameters)
+
+    def _update(self, in_backward: InBackwardAdamW | None = None) -> None:
         if self._max_grad_norm is not None:
             if self._scaler is not None:
                 self._scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         if self._scaler is None:
-            (self._in_backward or self.optimizer).step()
+            (in_backward or self.optimizer).step()
         else:
             self._scaler.step(self.optimizer)
             self._scaler.update()
@@ -327,11 +352,6 @@ class TrainStep:
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self._device().type, self._dtype)
-
-    def _update_in_backward(self) -> AbstractContextManager[Any]:
-        if self._in_backward is not None and not self._in_backward.attaches:
-            return self._in_backward.attached()
-        return nullcontext()
 
     def _optimizer_in_backward(self, wanted: bool) -> InBackwardAdamW | str:
         """Return what updates during the backward pass, or why the update follows it."""
