@@ -3,7 +3,8 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# Without bytecode files: most modules are never imported.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # For a networked machine without a GPU: TORCH_INDEX=URL of an index with CPU builds of torch.
 ifdef TORCH_INDEX
 PIP += --extra-index-url $(TORCH_INDEX)

@@ -47,14 +47,23 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(STARTUP), os.environ.get("PYTHONPATH")))
 )
 
-if not torch.cuda.is_available():
-    # In the process that starts the workers of pytest-xdist too: these are forks as well.
-    fork_server.install()
-
 # A shell starts background jobs with SIGINT ignored, and every child process inherits that: tests
 # of an interrupt would wait forever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if not torch.cuda.is_available():
+    # In the process that starts the workers of pytest-xdist too: these are forks as well.
+    fork_server.install()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("STEPSCOPE_TEST_ALL"):
+        return
+    skipped = pytest.mark.skip(reason="runs with STEPSCOPE_TEST_ALL=1")
+    for item in items:
+        if item.get_closest_marker("thorough"):
+            item.add_marker(skipped)
 
 
 @pytest.fixture

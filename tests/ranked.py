@@ -78,7 +78,7 @@ def single_process(steps: int = STEPS, **dtypes: torch.dtype) -> dict[str, Tenso
     return state(model)
 
 
-RELOADS = (4, 2, 3, 1)
+RELOADS = (2, 3, 1)
 """Numbers of ranks that load a checkpoint from each other, in this order."""
 CONTINUED_STEPS = 10
 """Steps trained after each load."""

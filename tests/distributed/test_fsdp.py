@@ -196,7 +196,7 @@ def test_a_checkpoint_can_be_loaded_with_another_number_of_ranks(tmp_path: Path)
     next(saved.glob("__1_*")).unlink()
     other, part, fewer = launch(load_wrong, (paths[2], paths[1]), ranks=1, limits=LIMITS)[0]
     assert "belongs to another model: first.weight is (10, 6), here (10, 7)" in other
-    assert "__1_0.distcp is missing; it contains model.first.weight" in part
+    assert re.search(r"__1_0\.distcp is missing; it contains .*\bmodel\.first\.weight\b", part)
     assert "has state for first.weight, which is not in this optimizer" in fewer
 
 

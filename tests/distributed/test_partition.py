@@ -125,6 +125,7 @@ def reports(nodes: list[str], tmp_path: Path) -> dict[tuple[str, int], dict[str,
     return found
 
 
+@pytest.mark.thorough
 def test_every_rank_names_the_other_node(
     reports: dict[tuple[str, int], dict[str, Any]],
 ) -> None:

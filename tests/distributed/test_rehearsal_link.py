@@ -14,6 +14,7 @@ MBIT = 160.0
 NOT_PERMITTED = 77
 
 
+@pytest.mark.thorough
 def test_a_slowed_link_is_measured_and_predicted() -> None:
     arguments = [
         "--ranks",

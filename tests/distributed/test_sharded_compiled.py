@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -27,9 +26,8 @@ from stepscope.parallel import Limits, World, launch
 LIMITS = Limits(start=300.0, step=300.0, beat=120.0, total=3600.0)
 CPU = torch.device("cpu")
 Results = dict[str, Result]
-ALL = bool(os.environ.get("STEPSCOPE_TEST_ALL"))
-"""Train all cases: each takes processes that compile."""
-MAIN = ("accumulation and clipping", "TrainStep", "DDP with views")
+Found = tuple[Path, list[dict[str, Any]]]
+MAIN = ("accumulation and clipping", "DDP with views")
 REST = tuple(sorted(set(CASES) - set(MAIN)))
 
 
@@ -47,8 +45,8 @@ def train_all(world: World, cases: dict[str, Case]) -> Results:
 
 @cache
 def expected(accumulate: int, max_norm: float | None, varied: bool, ranks: int) -> list[Result]:
-    case = Case(sharded_cases.fsdp2, accumulate, max_norm, varied=varied)
-    return alone(case, ranks, CPU, compile=FIXED)
+    """What the plain model sees in one process."""
+    return alone(Case(sharded_cases.fsdp2, accumulate, max_norm, varied=varied), ranks, CPU)
 
 
 def require_as_alone(ranks: list[Results], name: str, case: Case) -> None:
@@ -73,40 +71,70 @@ def require_passes(name: str, report: str) -> None:
     assert "compile  " not in report, report
 
 
-@pytest.mark.parametrize("names", [MAIN, REST], ids=["main", "rest"])
-def test_two_ranks_train_as_one_process_does(names: tuple[str, ...]) -> None:
-    """All cases of a launch together: its processes compile each for some seconds."""
-    if names is REST and not ALL:
-        pytest.skip("STEPSCOPE_TEST_ALL=1 trains them, too")
-    cases = {name: CASES[name] for name in names}
-    two = launch(train_all, (cases,), ranks=2, limits=LIMITS)
-    for name, case in cases.items():
-        require_as_alone(two, name, case)
-        require_passes(name, two[0][name].report)
+@pytest.mark.thorough
+def test_the_other_cases_train_as_one_process_does() -> None:
+    cases = {name: CASES[name] for name in REST}
+    require_cases(launch(train_all, (cases,), ranks=2, limits=LIMITS), cases)
 
 
+@pytest.mark.thorough
 def test_four_ranks_train_as_one_process_does() -> None:
-    cases = FOUR if ALL else {"hybrid": FOUR["hybrid"]}
-    four = launch(train_all, (cases,), ranks=4, limits=LIMITS)
-    for name, case in cases.items():
+    four = launch(train_all, (FOUR,), ranks=4, limits=LIMITS)
+    for name, case in FOUR.items():
         require_as_alone(four, name, case)
+
+
+def require_cases(ranks: list[Results], cases: dict[str, Case]) -> None:
+    for name, case in cases.items():
+        require_as_alone(ranks, name, case)
+        require_passes(name, ranks[0][name].report)
+
+
+# One launch of two ranks
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What two ranks find in one launch, as its processes compile each case for some seconds; and
+    the folder of their checkpoint."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return folder, launch(found, (str(folder),), ranks=2, limits=LIMITS)
+
+
+def found(world: World, folder: str) -> dict[str, Any]:
+    return {
+        "trained": train_all(world, {name: CASES[name] for name in MAIN}),
+        "undo": saved_and_undone(world, folder),
+        "choice": chosen(world),
+        "refusal": refused_on_one_rank(world),
+        "tensor parallel": tensor_parallel(world),
+    }
+
+
+def test_two_ranks_train_as_one_process_does(two: Found) -> None:
+    require_cases([rank["trained"] for rank in two[1]], {name: CASES[name] for name in MAIN})
 
 
 # Checkpoints
 
 
-def save(world: World, folder: str, accelerated: bool) -> list[float]:
-    """Train three steps, save, and return the losses of three more."""
-    model, optimizer = prepared(world, accelerated)
+def save(world: World, folder: str) -> list[float]:
+    """Train three steps without `accelerate`, save, and return the losses of three more."""
+    return saved(world, *prepared(world, accelerated=False), folder)
+
+
+def saved(
+    world: World, model: nn.Module, optimizer: torch.optim.Optimizer, folder: str
+) -> list[float]:
     some_steps(world, model, optimizer, range(3))
     states = get_state_dict(model, optimizer)
     checkpoint.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
     return some_steps(world, model, optimizer, range(3, 6))
 
 
-def load(world: World, folder: str) -> list[list[float]]:
-    """Load what was saved, with and without `accelerate`; return the losses of three more steps."""
-    return [loaded(world, folder, accelerated) for accelerated in (False, True)]
+def load(world: World, folder: str) -> list[float]:
+    """Load what was saved, without `accelerate`; return the losses of three more steps."""
+    return loaded(world, folder, accelerated=False)
 
 
 def loaded(world: World, folder: str, accelerated: bool) -> list[float]:
@@ -144,32 +172,20 @@ def some_steps(
     return losses
 
 
-def test_checkpoints_load_with_and_without_it_and_on_other_ranks(tmp_path: Path) -> None:
-    for accelerated in (True, False) if ALL else (True,):
-        folder = str(tmp_path / str(accelerated))
-        continued = launch(save, (folder, accelerated), ranks=2, limits=LIMITS)[0]
-        for losses in launch(load, (folder,), ranks=3, limits=LIMITS)[0]:
-            assert losses == pytest.approx(continued, rel=1e-4)
+def test_a_checkpoint_loads_without_it_on_other_ranks(two: Found) -> None:
+    folder, facts = two
+    others = launch(load, (str(folder),), ranks=3, limits=LIMITS)
+    assert others[0] == pytest.approx(facts[0]["undo"]["saved"], rel=1e-4)
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_loads_with_it_on_other_ranks(tmp_path: Path) -> None:
+    continued = launch(save, (str(tmp_path),), ranks=2, limits=LIMITS)[0]
+    others = launch(loaded, (str(tmp_path), True), ranks=3, limits=LIMITS)
+    assert others[0] == pytest.approx(continued, rel=1e-4)
 
 
 # The choice, refusals, undo
-
-
-def many(world: World) -> dict[str, Any]:
-    return {
-        "choice": chosen(world),
-        "refusal": refused_on_one_rank(world),
-        "undo": undone(world),
-        "tensor parallel": tensor_parallel(world),
-    }
-
-
-def test_choice_refusals_and_undo_on_several_ranks() -> None:
-    facts = launch(many, ranks=2, limits=LIMITS)
-    require_one_choice(facts)
-    require_refusal_on_all(facts)
-    require_undone(facts)
-    assert "tensor parallelism" in facts[0]["tensor parallel"]
 
 
 def chosen(world: World) -> tuple[str, list[float]]:
@@ -181,7 +197,8 @@ def chosen(world: World) -> tuple[str, list[float]]:
     return form[1], result.losses
 
 
-def require_one_choice(facts: list[dict[str, Any]]) -> None:
+def test_ranks_choose_one_form(two: Found) -> None:
+    facts = two[1]
     forms = {rank["choice"][0].strip() for rank in facts}
     assert len(forms) == 1
     assert forms <= {*compiled.FORMS}
@@ -204,7 +221,8 @@ def refused_on_one_rank(world: World) -> str:
         compiled.difference = original
 
 
-def require_refusal_on_all(facts: list[dict[str, Any]]) -> None:
+def test_what_one_rank_refuses_is_refused_on_all(two: Found) -> None:
+    facts = two[1]
     assert "planted" in facts[1]["refusal"]
     assert "differs from the original on another rank" in facts[0]["refusal"]
     for rank in facts:
@@ -212,27 +230,28 @@ def require_refusal_on_all(facts: list[dict[str, Any]]) -> None:
         assert "head and loss         1 × no logits" in rank["refusal"]
 
 
-def undone(world: World) -> dict[str, Any]:
+def saved_and_undone(world: World, folder: str) -> dict[str, Any]:
     torch._dynamo.reset()
     model = sharded_cases.fsdp2(decoder(tied=False), world)
     kinds = [type(one) for one in model.modules()]
     optimizer = adamw(model)
     report = stepscope.accelerate(model, optimizer, compile=FIXED)
-    some_steps(world, model, optimizer, range(2))
+    continued = saved(world, model, optimizer, folder)
     with torch.no_grad():
         evaluated = float(model(*batch(CASES["fsdp2"], 0, 0, world.device)))
     report.undo()
     return {
+        "saved": continued,
         "same classes": [type(one) for one in model.modules()] == kinds,
         "forwards": [name for name, one in model.named_modules() if "forward" in vars(one)],
-        "losses": some_steps(world, model, optimizer, range(2, 4)),
+        "losses": some_steps(world, model, optimizer, range(6, 8)),
         "evaluated": evaluated,
         "again": str(stepscope.accelerate(model, optimizer, compile=FIXED)),
     }
 
 
-def require_undone(facts: list[dict[str, Any]]) -> None:
-    for rank in facts:
+def test_undo_restores_the_model(two: Found) -> None:
+    for rank in two[1]:
         found = rank["undo"]
         assert found["same classes"]
         assert found["forwards"] == []
@@ -248,3 +267,7 @@ def tensor_parallel(world: World) -> str:
                 "down_proj": RowwiseParallel()}  # fmt: skip
         parallelize_module(layer.mlp, mesh, plan)
     return str(stepscope.accelerate(model, compile=FIXED))
+
+
+def test_tensor_parallelism_is_named(two: Found) -> None:
+    assert "tensor parallelism" in two[1][0]["tensor parallel"]

@@ -104,7 +104,7 @@ QUICK = ("--model", "own_models:causal_lm", "--rounds", "2")
     ("nodes", "words", "variant"),
     [
         (2, ("ddp", *QUICK, "--bucket-mb", "1"), "bucketed 1 MiB"),
-        (1, ("fsdp", *QUICK), "FSDP"),
+        pytest.param(1, ("fsdp", *QUICK), "FSDP", marks=pytest.mark.thorough),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )

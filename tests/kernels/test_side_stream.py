@@ -195,7 +195,7 @@ def test_all_sums_of_an_accelerated_model_are_overlapped(monkeypatch: pytest.Mon
     runs = []
     for overlapped in (True, False):
         torch.manual_seed(0)
-        model = NanoGPT(50, 16, layers=2).to(DEVICE)
+        model = NanoGPT(50, 16, layers=1).to(DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
         stepscope.accelerate(model, optimizer)
         monkeypatch.setattr(InBackwardAdamW, "side_stream", delayed if overlapped else side_stream)
@@ -207,5 +207,5 @@ def test_all_sums_of_an_accelerated_model_are_overlapped(monkeypatch: pytest.Mon
         runs.append((losses, [*model.parameters()]))
     torch.testing.assert_close(runs[0], runs[1], rtol=1e-4, atol=1e-6)
     assert late.waits == [0, 0, 0]
-    # From the second step on: two norms, the activation and the heads of each block, the last norm.
-    assert late.computed >= 2 * (2 * 4 + 1)
+    # From the second step on: two norms, the activation and the heads of the block, the last norm.
+    assert late.computed >= 2 * (4 + 1)

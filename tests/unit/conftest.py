@@ -10,8 +10,16 @@ from pathlib import Path
 
 import pytest
 
+import drawn_once
 from command_line import CommandLine
 from media import MountTmpfs
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _drawn_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        drawn_once.install(patched)
+        yield
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def test_lengths_within_an_expression_are_compared() -> None:
             logits = self.head(self.hidden(ids[:, :-1]))
             return functional.cross_entropy(logits.reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
 
-    original, changed, report = pair(Shifted(layers=2))
+    original, changed, report = pair(Shifted())
     for length in (9, 12, 15):
         same(original, changed, ids_of(length))
     assert not [x for x in report.left if x.piece == "compile"]

@@ -205,7 +205,7 @@ def test_predictions_equal_counted_bytes_and_no_larger_budget_is_slower() -> Non
         assert faster.seconds <= smaller.seconds
         assert faster.peak > smaller.peak
     seconds = []
-    for wanted in (plans[0], plans[len(plans) // 2], plans[-1]):
+    for wanted in (plans[0], plans[-1]):
         fitted = stepscope.fit(model, sgd(model), batch, budget=budget_for(wanted))
         seconds.append(fitted.seconds)
         assert fitted.peak * 1.02 <= fitted.budget

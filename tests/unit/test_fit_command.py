@@ -37,7 +37,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding, self.head = nn.Embedding(128, 64), nn.Linear(64, 128)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
     def forward(self, tokens):
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -82,7 +82,7 @@ def test_a_script_is_planned_and_measured(
     answer = json.loads(capfd.readouterr().out)
     fitted, measured = answer["fit"], answer["measured"]
     assert plain["plan"]["peak"] > int(budget) >= fitted["plan"]["peak"]
-    assert fitted["apply"]["blocks"].keys() <= {f"blocks.{index}" for index in range(4)}
+    assert fitted["apply"]["blocks"].keys() <= {f"blocks.{index}" for index in range(2)}
     assert measured["base"]["step_ms"] > 0 < measured["planned"]["step_ms"]
     assert "<svg" in Path("plans.svg").read_text()
 

@@ -586,7 +586,7 @@ def test_transforms_are_not_traced_again() -> None:
 
 
 def test_passes_and_regions_can_be_turned_off() -> None:
-    report = compared(Model(sdpa_mask, LAYERS), passes=False, regions=False)
+    report = compared(Model(sdpa_mask), passes=False, regions=False)
     assert not report.outcomes
     assert report.regions.count == 1
 

@@ -103,10 +103,18 @@ COMMANDS: dict[str, Callable[[Path], list[str]]] = {
     "advise": advised,
     "profile-nsys": profiled,
 }
+MAIN = ("trace", "run", "inspect")
 
 
 @pytest.mark.usefixtures("cold_start")
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    # The others start their processes in the same way.
+    [
+        *MAIN,
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in COMMANDS if name not in MAIN),
+    ],
+)
 def test_no_command_imports_from_the_current_folder(
     hostile: HostileFolder, tmp_path: Path, command: str
 ) -> None:

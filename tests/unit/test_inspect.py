@@ -296,7 +296,7 @@ def test_records_are_named_if_the_page_cannot_be_written(
 def test_steps_that_change_during_the_recording_are_reported(
     command: CommandLine, script: Path
 ) -> None:
-    slow = "    import time; time.sleep(0.5 if _ > 6 else 0.0)\n"
+    slow = "    import time; time.sleep(1.5 if _ > 6 else 0.0)\n"
     script.write_text(TRAINING.replace('print("threads', f'{slow}print("threads'))
     done = command.line(f"inspect --no-memory --warmup 1 --steps 5 --profiled-steps 2 {script} 11")
     (short,) = [line for line in done.stderr.splitlines() if "a step takes" in line]

@@ -22,7 +22,7 @@ from stepscope.views.trace.view import trace_blocks
 from trace_files import training_step
 from view_blocks import tables_of
 
-WIDTHS = (60, 80, 100)
+WIDTHS = (60, 100)
 RESULTS = [
     path
     for path in sorted((Path(__file__).parents[2] / "results").glob("*.jsonl"))

@@ -58,7 +58,7 @@ def predicted(model: nn.Module, **options: Any) -> MemoryPrediction:
 def test_agrees_with_the_closed_form_of_the_built_in_model(dtype: str) -> None:
     """The closed form is within 0.1 % of the allocator's peaks on an H200."""
     config = with_overrides(
-        find_size("tiny"), d_model=256, d_ff=1024, n_layers=4, n_heads=4, vocab=8192, context=256
+        find_size("tiny"), d_model=256, d_ff=1024, n_layers=2, n_heads=4, vocab=8192, context=256
     )
     plan = StepPlan(
         model=config, batch=8, context=256, dtype=dtype, attention="sdpa", optimizer="torch-fused"

@@ -187,7 +187,7 @@ def test_predictions_match_the_h200_records() -> None:
         peak = record.quantity("peak_bytes")
         if record.study != "benchmark" or peak is None or record.config["compile"] != "no":
             continue
-        if record.config["context"] not in (128, 1024):  # the others take as long again
+        if record.config["context"] != 1024:  # the others take four times as long
             continue
         work = record.config
         prediction = predict(
@@ -205,7 +205,7 @@ def test_predictions_match_the_h200_records() -> None:
         )
         off[record.case] = prediction.peak.allocated / peak - 1
     worst = max(off, key=lambda case: abs(off[case]))
-    assert len(off) == 60
+    assert len(off) == 30
     assert abs(off[worst]) < 0.01, f"{worst}: {off[worst]:.2%}"
     assert statistics.median(map(abs, off.values())) < 0.0005
 

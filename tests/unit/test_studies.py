@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -32,7 +31,7 @@ from stepscope.cli.commands import show
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Record
-from stepscope.report import html, plots
+from stepscope.report import html
 from stepscope.report.blocks import Figure, Table
 from stepscope.report.text import markdown_page
 from stepscope.studies.page import answers, make_page, study_sections
@@ -101,17 +100,6 @@ def test_a_preset_or_study_that_does_not_exist_is_refused() -> None:
         preset_cases("quik", ON_CPU)
     with pytest.raises(UsageError, match=r"study 'bench' does not exist.*benchmark"):
         find_study("bench")
-
-
-@cache
-def drawn(figure: Figure) -> str:
-    """Draw each figure once: the pages of these tests share most of them."""
-    return plots.svg(figure)
-
-
-@pytest.fixture(autouse=True)
-def _drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(html, "svg", lambda figure, **_: drawn(figure))
 
 
 def pages_hold(records: list[Record]) -> None:
