@@ -48,6 +48,7 @@ def compared(name: str, compiler: str) -> Line:
     torch.set_num_threads(1)
     tiny = by_name(name)
     line: Line = {"model": name, "library": tiny.library, "kind": tiny.kind}
+    line["torch"] = torch.__version__
     try:
         with torch.device("meta"):
             size = sum(p.numel() for p in tiny.build().parameters())

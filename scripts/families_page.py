@@ -35,7 +35,12 @@ def _parts(lines: Sequence[Line]) -> Iterator[str]:
     counts = Counter(line["status"] for line in ran)
     yield _INTRODUCTION
     shown = "; ".join(f"{status}: {count}" for status, count in counts.most_common())
-    yield f"{len(ran)} models ran: {shown}. {len(lines) - len(ran)} were not built with tiny sizes."
+    versions = " and ".join(sorted({str(line["torch"]) for line in lines}))
+    missing = [line for line in lines if line["status"] == "not built"]
+    yield (
+        f"{len(ran)} models ran, with torch {versions}: {shown}. {len(missing)} were not built with"
+        " tiny sizes."
+    )
     applied = Counter(name for line in ran for name in line.get("applied", ()))
     yield (
         "Models in which a pass applied: "
@@ -52,7 +57,6 @@ def _parts(lines: Sequence[Line]) -> Iterator[str]:
     ]
     yield markdown(table("families", "", ran, columns)).strip()
     yield "## Not built"
-    missing = [line for line in lines if line["status"] == "not built"]
     both = [col("model", lambda line: line["model"]), col("reason", lambda line: line["reason"])]
     yield markdown(table("missing", "", missing, both)).strip()
 

@@ -36,7 +36,7 @@ _PACKAGE = __name__.partition(".")[0]
 GRAD_MODE = torch._C._set_grad_enabled
 ENTERS_AUTOCAST = autocast_mode._enter_autocast
 EXITS_AUTOCAST = autocast_mode._exit_autocast
-_DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+_DATA: Any = getattr(torch._C._autograd, "_get_data_attr", None)
 
 
 def fake_mode() -> Any:
