@@ -45,6 +45,7 @@ PEERS = ("plain", *COMPILED, *(form + CUDNN for form in COMPILED), "liger")
 _WITH_PASSES = {"form": "compiled with passes"}
 BY_GRAPH: dict[str, Any] = {
     "stepscope-compile": True,
+    "stepscope-auto": "auto",
     "stepscope-compile-passes": _WITH_PASSES,
     "stepscope-compile-one-region": _WITH_PASSES | {"regions": False},
     "stepscope-compile-passes-update-after": _WITH_PASSES,
@@ -54,8 +55,8 @@ BY_GRAPH: dict[str, Any] = {
     "stepscope-compile-fp8": _WITH_PASSES,
 }
 """Forms in which `accelerate` stands on the compiler's graph, with its argument `compile`: the form
-chosen by time, the one with all passes, that one without a region per block, with one update after
-the backward pass or without copies of weights, and in FP8."""
+chosen by time, the same unless blocks are known, the one with all passes, that one without a region
+per block, with one update after the backward pass or without copies of weights, and in FP8."""
 OURS = (
     "stepscope", "stepscope-eager", "stepscope-compiled-blocks", "stepscope-graph", *BY_GRAPH,
 )  # fmt: skip
@@ -281,7 +282,7 @@ class Built:
         self._run(1)
         synchronize(bench.device)
         self.first_step_s = time.perf_counter() - started
-        warm_up = TRIAL if BY_GRAPH.get(form) is True else WARM_UP
+        warm_up = TRIAL if BY_GRAPH.get(form) in (True, "auto") else WARM_UP
         self._run(0 if bench.args.tiny else warm_up - 1)
         synchronize(bench.device)
         self.build_s = time.perf_counter() - started
