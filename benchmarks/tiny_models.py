@@ -23,11 +23,11 @@ BATCH = 2
 Batch = dict[str, Tensor]
 
 _SIZES: tuple[tuple[str, Any], ...] = (
-    (r"vocab_size(_.*)?|.*_vocab_size|n_vocab|num_embeddings", VOCAB),
+    (r"vocab_size(_.*)?|.*_vocab_size|n_vocab|num_embeddings|n_words", VOCAB),
     (r"num_key_value_heads|num_kv_heads|n_kv_heads|.*_num_key_value_heads", HEADS // 2),
     (r"num_attention_heads|n_heads?|num_heads|.*_attention_heads|attention_heads", HEADS),
     (r"hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|d_embed|model_dim|width"
-     r"|.*_hidden_size|.*_embed_dim|.*hidden_dim|embedding_dim|token_dim|lru_width", WIDTH),
+     r"|emb_dim|.*_hidden_size|.*_embed_dim|.*hidden_dim|embedding_dim|token_dim|lru_width", WIDTH),
     (r"num_hidden_layers|n_layers?|num_layers|.*_layers|encoder_depth|decoder_depth|depth"
      r"|num_blocks", LAYERS),
     (r"qk_rope_head_dim|rotary_dim", WIDTH // HEADS // 2),
@@ -82,6 +82,7 @@ def shrink(config: Any, depth: int = 0) -> None:
             # Properties that are computed from other fields have no setter.
             with contextlib.suppress(AttributeError):
                 setattr(config, name, small)
+    _agree(config)
     layers = getattr(config, "num_hidden_layers", LAYERS)
     for name in ("layer_types", "mlp_layer_types", "layers_block_type", "attention_layers"):
         kinds = getattr(config, name, None)
@@ -90,6 +91,20 @@ def shrink(config: Any, depth: int = 0) -> None:
             ordered = [*dict.fromkeys(kinds), *kinds]
             with contextlib.suppress(AttributeError):
                 setattr(config, name, ordered[:layers])
+
+
+def _agree(config: Any) -> None:
+    """Set sizes that follow from others in some configurations."""
+    known = vars(config)
+    if "qk_rope_head_dim" in known and "head_dim" in known:
+        config.head_dim = config.qk_rope_head_dim
+        config.num_key_value_heads = config.num_attention_heads
+    elif known.get("head_dim", 0) is None:
+        config.head_dim = WIDTH // HEADS
+    if {"expand", "num_heads", "head_dim"} <= known.keys():
+        config.head_dim = config.expand * WIDTH // config.num_heads
+    if "use_cache" in known:
+        config.use_cache = False
 
 
 def _small(name: str, value: Any) -> Any:
@@ -132,12 +147,15 @@ def transformers_models() -> Iterator[Tiny]:
 
             def build(model_type: str = model_type, name: str = name) -> nn.Module:
                 config = CONFIG_MAPPING[model_type]()
+                kind = getattr(transformers, name)
+                if not isinstance(config, kind.config_class):
+                    config = config.get_text_config()
                 shrink(config)
                 config.num_labels = CLASSES
                 for token, name_ in enumerate(("pad", "bos", "eos", "decoder_start")):
                     if getattr(config, f"{name_}_token_id", None) is None:
                         setattr(config, f"{name_}_token_id", min(token, 2))
-                model: nn.Module = getattr(transformers, name)(config)
+                model: nn.Module = kind(config)
                 return model
 
             yield Tiny(f"{model_type}/{kind}", "transformers", kind, build, batch)

@@ -53,7 +53,7 @@ def test_the_prediction_equals_the_recorded_one(cases: list[Accounted], size: st
     assert predicted.peak.allocated == case.bytes("predicted_bytes")
 
 
-def test_checkpointed_peaks_were_predicted_and_the_budget_kept() -> None:
+def test_checkpointed_peaks_were_predicted() -> None:
     records = read_records(RESULTS / "checkpointing_h200.jsonl")
     tried = [StrategyRun(result) for result in find_study("checkpointing").results(records)]
     ran = [each for each in tried if each.ok]
@@ -61,6 +61,3 @@ def test_checkpointed_peaks_were_predicted_and_the_budget_kept() -> None:
     for each in ran:
         assert each.off is not None
         assert abs(each.off) <= 0.01, each.strategy
-    limited = [each for each in ran if each.budget is not None]
-    assert limited
-    assert all(each.peak <= (each.budget or 0) for each in limited)

@@ -278,7 +278,8 @@ def test_the_command_starts_ranks_with_torchrun(
     start = command.index("-m")
     torchrun = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     assert command[start - 1 : start + 4] == torchrun
-    assert command[start + 4].endswith("start.py")
+    assert command[start + 4 : start + 8] == ["--no-python", "--", sys.executable, "-u"]
+    assert any(word.endswith("start.py") for word in command[start + 8 :])
     order = json.loads(command[-1])
     assert (order["target"], order["module"], order["words"]) == (
         "lab.train",

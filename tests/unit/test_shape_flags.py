@@ -27,8 +27,7 @@ STUDIES = (*RANKED, "step", "benchmark", "profile", "memory", "compile", "checkp
 def cases(study: str, **given: Any) -> list[Any]:
     found = find_study(study)
     ranks = {"ranks": (2,)} if study in RANKED else {}
-    part = {"part": ("ladder", "loss", "waterfall"), "loss_size": "tiny"} if study == "step" else {}
-    planned = found.cases(found.flags(size=("tiny",), **ranks, **part, **given))
+    planned = found.cases(found.flags(size=("tiny",), **ranks, **given))
     return [case for case in planned if getattr(case, "size", None) == "tiny"]
 
 
@@ -108,8 +107,6 @@ def test_predict_takes_the_overrides(capsys: pytest.CaptureFixture[str]) -> None
         ("predict --size tiny --heads 3", "tiny (n_heads=3): n_heads 3 does not divide"),
         ("predict --size tiny --layers 0", "tiny (n_layers=0): n_layers is 0"),
         ("run ddp --size tiny --ranks 2 --heads 3", "tiny (n_heads=3): n_heads 3"),
-        # The model of the loss curves is small by default.
-        ("run step --size tiny --d-model 64", "small (d_model=64): n_heads 12"),
     ],
 )
 def test_an_invalid_shape_is_an_error(
