@@ -69,11 +69,13 @@ _READ_AT_START = (
     "OMP_", "MKL_", "OPENBLAS_", "KMP_", "TORCH_", "TORCHINDUCTOR_", "TRITON_", "KINETO_", "CUDA_",
     "MPL", "PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "TZ",
 )  # fmt: skip
-_UNBUFFERED = "PYTHONUNBUFFERED"
+_UNBUFFERED, _WITHOUT_BYTECODE = "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"
+_OPTIONS = ("-u", "-P", "-B")
+"""Options of the interpreter that a fork imitates."""
 _INTERPRET = "TRITON_INTERPRET"
 _READ_LATER = (
-    "PYTHONPATH", _UNBUFFERED, "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR", _INTERPRET,
+    "PYTHONPATH", _UNBUFFERED, _WITHOUT_BYTECODE, "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", _INTERPRET,
 )  # fmt: skip
 _HASH_SEED = "PYTHONHASHSEED"
 _ARGUMENTS = 23
@@ -212,17 +214,17 @@ def _is_inherited(file: int) -> bool:
 
 
 def _is_program(words: Sequence[str], folder: str) -> bool:
-    """Whether these are the arguments of an interpreter without options other than -u and -P."""
+    """Whether these are the arguments of an interpreter with no options but those of `_OPTIONS`."""
     words = _without_options(words)
     if not words:
         return False
     if words[0] in ("-m", "-c"):
         return len(words) > 1
-    return words[0].endswith(".py") and Path(folder, words[0]).is_file()
+    return words == ["-"] or (words[0].endswith(".py") and Path(folder, words[0]).is_file())
 
 
 def _without_options(words: Sequence[str]) -> Sequence[str]:
-    return _without_options(words[1:]) if words[:1] in (["-u"], ["-P"]) else words
+    return _without_options(words[1:]) if words and words[0] in _OPTIONS else words
 
 
 def install() -> None:
@@ -233,7 +235,7 @@ def install() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # PYTHONPATH is each program's own. Sets have one order in all of them, as with a fixed seed.
     environment = dict(os.environ)
-    for name in ("PYTHONPATH", _UNBUFFERED):
+    for name in ("PYTHONPATH", _UNBUFFERED, _WITHOUT_BYTECODE):
         environment.pop(name, None)
     environment |= {_HASH_SEED: "0", _PADDING: "-" * _ROOM_BYTES}
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
@@ -400,11 +402,18 @@ def _imitate_start(request: Request, files: Sequence[int]) -> None:
     sys.path[:] = list(dict.fromkeys([*before, *sys.path]))
     sys.path_importer_cache.clear()
     sys.orig_argv = list(request.words)
+    if "-B" in options or request.environment.get(os.fsencode(_WITHOUT_BYTECODE)):
+        sys.dont_write_bytecode = True
+        _show_flag(dont_write_bytecode=1)
     if "-P" in options:
-        names = [name for name in dir(sys.flags) if not name.startswith(("_", "n_"))]
-        flags = {name: getattr(sys.flags, name) for name in names} | {"safe_path": True}
-        sys.flags = SimpleNamespace(**flags)  # type: ignore[assignment, misc]
+        _show_flag(safe_path=True)
     signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
+
+
+def _show_flag(**flag: Any) -> None:
+    names = [name for name in dir(sys.flags) if not name.startswith(("_", "n_"))]
+    flags = {name: getattr(sys.flags, name) for name in names} | flag
+    sys.flags = SimpleNamespace(**flags)  # type: ignore[assignment, misc]
 
 
 def _open_standard_stream(number: int, name: str, *, buffered: bool) -> None:
@@ -454,6 +463,13 @@ def _run(words: Sequence[str]) -> None:
             _put_first("")
             main.__loader__ = importlib.machinery.BuiltinImporter
             exec(compile(rest[0], "<string>", "exec", dont_inherit=True), main.__dict__)
+        elif name == "-":
+            sys.argv = ["-"]
+            _put_first("")
+            main.__dict__.update(__file__="<stdin>", __cached__=None)
+            main.__loader__ = importlib.machinery.SourceFileLoader("__main__", "<stdin>")
+            code = compile(sys.stdin.read(), "<stdin>", "exec", dont_inherit=True)
+            exec(code, main.__dict__)
         else:
             sys.argv = [name, *rest]
             path = os.path.abspath(name)

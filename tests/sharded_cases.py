@@ -203,7 +203,9 @@ def _whole(x: Any) -> Tensor:
     return whole.cpu()
 
 
-def alone(case: Case, ranks: int, device: torch.device, **accelerated: Any) -> list[Result]:
+def alone(
+    case: Case, ranks: int, device: torch.device, steps: int = STEPS, **accelerated: Any
+) -> list[Result]:
     """Train unsharded on the batches of all ranks, and return what each rank should see."""
     torch._dynamo.reset()
     model = decoder(tied=False, reentrant=case.reentrant).to(device)
@@ -211,7 +213,7 @@ def alone(case: Case, ranks: int, device: torch.device, **accelerated: Any) -> l
     if accelerated:
         stepscope.accelerate(model, optimizer, **accelerated)
     results = [Result([], [], {}) for _ in range(ranks)]
-    for number in range(STEPS):
+    for number in range(steps):
         for rank, result in enumerate(results):
             loss = 0.0
             for part in range(case.accumulate):

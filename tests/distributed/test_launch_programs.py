@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+import fork_server
+
 FAR_TOO_LONG_S = 400.0
 MARK = "STEPSCOPE_TEST_PROGRAM"
 """An environment variable that all processes of a program inherit."""
@@ -251,7 +253,7 @@ UsageError: a rank cannot load the function or its arguments: AttributeError: \
 def test_a_script(program: dict[str, str], tmp_path: Path) -> None:
     written(tmp_path, "def act(world): return 13\n", name="plugin.py")
     path = written(tmp_path, HEAD, DEFINITIONS, guarded(RUN + MORE + IN_A_SCRIPT))
-    program["PYTHONDONTWRITEBYTECODE"] = "1"
+    program[fork_server.COLD] = "1"
     text = output([str(path)], program)
     # Ranks know these from their own import of the script.
     expected = EXPECTED.splitlines()[:4]

@@ -231,13 +231,13 @@ def nothing(*_: Any) -> None:
 
 def test_a_captured_step_reads_the_casts_that_its_update_writes() -> None:
     losses, function, optimizer = captured(nothing)
-    assert losses == pytest.approx(captured(nothing, graph=False)[0], rel=1e-2)
+    expected, _, eager = captured(nothing, graph=False)
+    assert losses == pytest.approx(expected, rel=1e-2)
     assert function is not None
     assert function.statistics.captured == 1
     assert function.statistics.replayed == STEPS - 3
     # Two MLPs and the head, also in the capture.
     assert optimizer.written == (STEPS + 1) * 7
-    eager = captured(nothing, graph=False)[2]
     assert eager.written == 0, "nothing reads them outside of captured steps"
 
 

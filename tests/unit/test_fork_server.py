@@ -39,7 +39,12 @@ raise ValueError("planned")
 
 
 def run(
-    words: Sequence[str], variables: Mapping[str, str], *, cold: bool = False, **how: object
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    *,
+    cold: bool = False,
+    text: str = "typed",
+    **how: object,
 ) -> subprocess.CompletedProcess[str]:
     environment = os.environ | dict(variables) | {"PYTHONHASHSEED": "0"}
     with pytest.MonkeyPatch.context() as patched:
@@ -48,7 +53,7 @@ def run(
         return subprocess.run(  # type: ignore[call-overload, no-any-return]
             [sys.executable, *words],
             env=environment,
-            input="typed",
+            input=text,
             capture_output=True,
             text=True,
             timeout=400,
@@ -56,11 +61,14 @@ def run(
         )
 
 
-@pytest.mark.parametrize("kind", ["script", "code"])
+@pytest.mark.parametrize("kind", ["script", "code", "standard input"])
 def test_a_fork_sees_what_a_new_interpreter_sees(tmp_path: Path, kind: str) -> None:
     (tmp_path / "program.py").write_text(FACTS)
-    words = ("program.py", "-x") if kind == "script" else ("-c", FACTS, "-x")
+    programs = {"script": ("program.py", "-x"), "code": ("-c", FACTS, "-x"), "standard input": "-"}
+    words = programs[kind]
     how = {"cwd": tmp_path, "start_new_session": kind == "code"}
+    if kind == "standard input":
+        how["text"] = FACTS
     variables = {"TMPDIR": str(tmp_path), "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"}
     cold, forked = (run(words, variables, cold=cold, **how) for cold in (True, False))
     assert forked.stdout.splitlines() == cold.stdout.splitlines()
@@ -82,6 +90,15 @@ print(nn.Linear(2, 2)(sys.modules["torch"].ones(2)).shape, "import" in source)
     (tmp_path / "torch.py").write_text("found = 'another'")
     shadowed = run(("-c", "import torch; print(torch.found)"), {"PYTHONPATH": str(tmp_path)})
     assert shadowed.stdout == "another\n"
+
+
+@pytest.mark.parametrize("words", [("-B",), ("-P",), ()])
+def test_options_are_seen(words: tuple[str, ...]) -> None:
+    code = "import sys; print(sys.dont_write_bytecode, sys.flags.dont_write_bytecode, sys.path[0])"
+    variables = {} if words else {"PYTHONDONTWRITEBYTECODE": "1"}
+    cold, forked = (run((*words, "-c", code), variables, cold=cold) for cold in (True, False))
+    assert forked.stdout == cold.stdout
+    assert run((*words, "-c", SERVED), variables).stdout == "True\n"
 
 
 @pytest.mark.parametrize(("value", "kind"), [("1", "InterpretedFunction"), ("0", "JITFunction")])
