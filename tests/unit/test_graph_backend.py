@@ -165,10 +165,6 @@ def test_a_model_of_own_classes_is_replaced_by_its_operators(attend: Any) -> Non
     assert report.applied[1].line.startswith(__file__)
 
 
-def test_lengths_may_change() -> None:
-    compared(Model(sdpa_mask), (9, 7, 12))
-
-
 def test_blocks_are_regions_that_are_compiled_once() -> None:
     report = compared(Model(sdpa_flag, LAYERS, FullBlock))
     assert (report.regions.count, report.regions.compiled) == (LAYERS + 2, 3)
@@ -281,23 +277,6 @@ def test_blocks_share_the_padding_of_a_batch() -> None:
     assert (report.regions.count, report.regions.compiled) == (LAYERS + 2, 3)
 
 
-class LocalSpan(Model):
-    """A span that no name reveals, longer than the first batch."""
-
-    def __init__(self) -> None:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            at = torch.arange(q.shape[-2])
-            distance = at[:, None] - at[None]
-            mask = (distance >= 0) & (distance < 10)
-            return functional.scaled_dot_product_attention(q, k, v, mask)
-
-        super().__init__(attend)
-
-
-def test_a_span_longer_than_the_first_batch_is_not_taken_for_causal() -> None:
-    compared(LocalSpan(), (6, 16), kernels=False)
-
-
 class Clamped(Model):
     def __init__(self) -> None:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -310,19 +289,6 @@ class Clamped(Model):
 def test_clamps_in_place_are_kept() -> None:
     report = compared(Clamped())
     assert report.regions.count == LAYERS + 2
-
-
-def test_what_changes_later_is_seen() -> None:
-    model = Model(sdpa_flag, block=FullBlock)
-    original = copy.deepcopy(model)
-    run = compiled(model)
-    ids = ids_of(9)
-    run(ids)
-    for one in (model, original):
-        one.blocks[0].activation = functional.relu
-        one.blocks[0].norm.eps = 0.5
-        one.head.weight.requires_grad_(False)
-    torch.testing.assert_close(run(ids), original(ids))
 
 
 class Recording(Model):
