@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from stepscope.acceleration.losses import loss_of
+from stepscope.acceleration.losses import loss_of, without_cache
 from stepscope.acceleration.micro_batches import micro_batches
 from stepscope.planning.cuda_operators import (
     CudaDtypes,
@@ -117,7 +117,8 @@ def run_step(
     # The second part has the gradients of the first one, as all later ones have.
     for part in micro_batches(batch, options.micro_batches)[:SIMULATED]:
         begin("forward")
-        with torch.autocast("cpu", dtype) if dtype is not None else nullcontext():
+        autocast = torch.autocast("cpu", dtype) if dtype is not None else nullcontext()
+        with without_cache(model), autocast:
             loss = loss_of(model, part) if loss_fn is None else loss_fn(model, part)
         if options.micro_batches > 1:
             loss = loss / options.micro_batches
