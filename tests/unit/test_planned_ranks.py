@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from stepscope.errors import UsageError
 from stepscope.measure.ledger import line_of_code
-from stepscope.planning.fake_run import StepOptions
+from stepscope.planning.fake_run import FakeStep, StepOptions
 from stepscope.planning.fake_step import Fakes
+from stepscope.planning.forms import Form
 from stepscope.planning.frontier import MemoryPlan
 from stepscope.planning.operators import known_rates
 from stepscope.planning.plans import plans_of
@@ -110,9 +111,8 @@ def counted_with_fsdp2(model: Model, tokens: Tensor, dtype: torch.dtype | None) 
 def planned(model: Model, tokens: Tensor, ranks: Ranks, dtype: Any = None) -> list[MemoryPlan]:
     fakes = Fakes(line_of_code)
     with fakes.active():
-        fake, optimizer = fakes.copy(model, adamw(model))
-        options = StepOptions(dtype=dtype)
-        return plans_of(fake, optimizer, fakes.batch(tokens), options, known_rates(), ranks)
+        step = FakeStep.of(fakes, model, adamw(model), tokens, StepOptions(dtype=dtype))
+        return plans_of(step, known_rates(), Form(ranks=ranks))
 
 
 @pytest.mark.parametrize(("dtype", "rows"), [(None, 32), (None, 2048), (torch.bfloat16, 32)])

@@ -102,6 +102,8 @@ class PlannedStep(Part, frozen=True):
     plan: Plan | None
     """The fastest plan that leaves enough of the device's memory; None if there is none."""
     apply: Application | None
+    largest: Int64 = 0
+    """Of a batch: the largest one that fits as it is; 0 if none does or it is unknown."""
 
 
 ATTACHMENT = "plans"
