@@ -200,8 +200,9 @@ def fastest_within(
             if needed(plan, prediction) <= limit:
                 return Chosen(plan, plans, prediction)
     smallest = needed(plans[-1], predicted(plans[-1]))
+    more = smallest / plans[-1].peak
     batch = largest_batch(
-        step, limit, lambda step: plans_of(step, rates, form, allow=allow)[-1].peak
+        step, limit, lambda step: more * plans_of(step, rates, form, allow=allow)[-1].peak
     )
     raise UsageError(
         f"the budget of {bytes_(limit, 4)} is below {bytes_(smallest, 4)}, the smallest for this"

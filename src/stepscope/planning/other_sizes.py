@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from stepscope.analysis.predict.fit import MARGIN
 from stepscope.analysis.predict.largest import largest_within
 from stepscope.planning.fake_run import FakeStep
 
@@ -39,12 +38,12 @@ def resized(step: FakeStep, dim: int, length: int) -> FakeStep:
     return step._replace(batch=tree_map(other, step.batch))
 
 
-def largest_batch(step: FakeStep, limit: float, peak: Callable[[FakeStep], int]) -> int:
-    """Return the largest batch whose predicted peak is within a limit by the margin; 0 if there is
-    none, or the program cannot run other batches."""
+def largest_batch(step: FakeStep, limit: float, needed: Callable[[FakeStep], float]) -> int:
+    """Return the largest batch whose predicted need is within a limit; 0 if there is none, or the
+    program cannot run other batches."""
     with suppress(Exception):
         # Such as a number of rows that is part of a loop's code.
         return largest_within(
-            lambda rows: MARGIN * peak(resized(step, 0, rows)), length_of(step.batch), limit
+            lambda rows: needed(resized(step, 0, rows)), length_of(step.batch), limit
         )
     return 0

@@ -14,6 +14,10 @@ FAILED = "failed"
 """File with the reason why there is none."""
 
 
+AS_IT_IS = "save everything"
+"""A block that stays as it is, in words."""
+
+
 class BlockSettings(Part, frozen=True, omit_defaults=True):
     """How a block saves what its backward pass needs. As it is without `recompute`."""
 
@@ -59,7 +63,7 @@ class Plan(Part, frozen=True):
     @property
     def is_plain(self) -> bool:
         """Whether the step stays as it is."""
-        changed = any(group.again_s or group.to_host for group in self.groups)
+        changed = any(group.words != AS_IT_IS for group in self.groups)
         return not (changed or self.host_states or self.micro_batches > 1)
 
     @property

@@ -28,6 +28,7 @@ from stepscope.training.settings import unusual_settings
 
 if TYPE_CHECKING:
     from stepscope.planning.fake_run import MemoryPrediction
+    from stepscope.studies.own.prediction import FittingBatch
 
 _CONTEXT = "; CUDA's context and libraries, 0.5 to 1.5 GiB, come on top in `nvidia-smi`"
 _GIB = 2**30
@@ -195,9 +196,8 @@ def model_findings(
     name: str,
     prediction: MemoryPrediction,
     budget: int | None,
-    fitting: Sequence[tuple[int, Plan]],
+    fitting: Sequence[FittingBatch],
 ) -> list[Finding]:
-    """`fitting` has the batches that fit, with their plans."""
     peak = prediction.peak
     reserved = f"the allocator reserves {bytes_(prediction.reserved)}"
     word = "estimated" if prediction.is_estimate else "predicted"
@@ -207,13 +207,7 @@ def model_findings(
         kept = sum(peak.lines.get(line, 0) for line in (PARAMETERS, OPTIMIZER))
         alone = f"parameters and optimizer state alone have {bytes_(kept)}"
         does = peak.allocated * MARGIN <= budget
-        others = [
-            (
-                f"batch {batch}" if plan.is_plain else f"batch {batch} and a plan, {plan.words}",
-                plan.peak,
-            )
-            for batch, plan in fitting
-        ]
+        others = [(str(one), one.peak_bytes) for one in fitting]
         findings.append(_budget_finding(name, peak.allocated, budget, others, alone, does=does))
     return findings
 

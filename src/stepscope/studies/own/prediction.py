@@ -11,7 +11,7 @@ from stepscope.analysis.predict.fit import MARGIN, within
 from stepscope.analysis.predict.largest import largest_within
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
-from stepscope.records.plans import Frontier, Plan
+from stepscope.records.plans import Frontier
 from stepscope.training.building import build, call, loss_of
 
 if TYPE_CHECKING:
@@ -112,18 +112,34 @@ def frontier_of(plan: ModelPlan) -> Frontier:
     return Frontier(plans=plans, device=rates.device, ranks=plan.ranks, sharding=plan.sharding)
 
 
-def batches_that_fit(plan: ModelPlan, budget: int) -> Iterator[tuple[int, Plan]]:
-    """The batch of a plan, if it fits with a plan of the blocks alone, and the largest batches that
-    fit: as the model is, and with a plan."""
+class FittingBatch(NamedTuple):
+    """A batch that fits into a budget."""
+
+    batch: int
+    peak_bytes: int
+    blocks: str = ""
+    """The plan of the blocks; empty for a step as it is."""
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}{self.blocks and f' with a plan, {self.blocks}'}"
+
+
+def batches_that_fit(plan: ModelPlan, budget: int) -> Iterator[FittingBatch]:
+    """The largest batch that fits as the model is, and those that fit with a plan of its blocks:
+    the batch of the step, and the largest one."""
     frontiers = cache(lambda batch: frontier_of(plan._replace(batch=batch)))
 
-    def largest(at: int, start: int) -> int:
-        return largest_within(lambda n: MARGIN * frontiers(n).plans[at].peak, start, budget)
+    @cache
+    def as_it_is(batch: int) -> int:
+        if plan.compile == "block":
+            # What the compiler recomputes for nothing is a plan.
+            return predict_model(plan._replace(batch=batch)).peak.allocated
+        return frontiers(batch).plans[0].peak
 
-    as_it_is = largest(0, plan.batch)
-    with_plan = largest(-1, max(as_it_is, 1))
-    own = plan.batch if as_it_is < plan.batch < with_plan else 0
-    for batch in sorted({own, as_it_is, with_plan} - {0}):
-        fitting = within(frontiers(batch), budget)
-        assert fitting is not None
-        yield batch, fitting
+    most = largest_within(lambda n: MARGIN * as_it_is(n), plan.batch, budget)
+    if most:
+        yield FittingBatch(most, as_it_is(most))
+    largest = largest_within(lambda n: MARGIN * frontiers(n).plans[-1].peak, max(most, 1), budget)
+    for batch in sorted({plan.batch, largest}):
+        if most < batch <= largest and (fitting := within(frontiers(batch), budget)) is not None:
+            yield FittingBatch(batch, fitting.peak, fitting.words)
