@@ -115,6 +115,18 @@ ATTACHMENT = "plans"
 Planned = tuple[PlannedStep, ...]
 
 
+class FittingBatch(Part, frozen=True):
+    """A batch that fits into a budget."""
+
+    batch: Int64
+    peak_bytes: Int64
+    blocks: str = ""
+    """The plan of the blocks; empty for a step as it is."""
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}{self.blocks and f' with a plan, {self.blocks}'}"
+
+
 class FittedStep(Part, frozen=True):
     """The fastest plan of a script's step within a budget."""
 

@@ -14,6 +14,7 @@ from stepscope.analysis.predict.step import Prediction
 from stepscope.records.memory import OPTIMIZER, PARAMETERS, SAVED, PhasePeak, saved_bytes
 from stepscope.records.plans import (
     FittedStep,
+    FittingBatch,
     Frontier,
     MeasuredSteps,
     Plan,
@@ -28,7 +29,6 @@ from stepscope.training.settings import unusual_settings
 
 if TYPE_CHECKING:
     from stepscope.planning.fake_run import MemoryPrediction
-    from stepscope.studies.own.prediction import FittingBatch
 
 _CONTEXT = "; CUDA's context and libraries, 0.5 to 1.5 GiB, come on top in `nvidia-smi`"
 _GIB = 2**30

@@ -181,7 +181,7 @@ def _show_model(options: PredictOptions, plan: ModelPlan) -> dict[str, object]:
         "is_estimate": prediction.is_estimate,
         "phases": prediction.phases,
         "assumed": prediction.assumed,
-        "fitting": [one._asdict() for one in fitting],
+        "fitting": fitting,
     }
 
 

@@ -11,7 +11,7 @@ from stepscope.analysis.predict.fit import MARGIN, within
 from stepscope.analysis.predict.largest import largest_within
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
-from stepscope.records.plans import Frontier
+from stepscope.records.plans import FittingBatch, Frontier
 from stepscope.training.building import build, call, loss_of
 
 if TYPE_CHECKING:
@@ -112,18 +112,6 @@ def frontier_of(plan: ModelPlan) -> Frontier:
     return Frontier(plans=plans, device=rates.device, ranks=plan.ranks, sharding=plan.sharding)
 
 
-class FittingBatch(NamedTuple):
-    """A batch that fits into a budget."""
-
-    batch: int
-    peak_bytes: int
-    blocks: str = ""
-    """The plan of the blocks; empty for a step as it is."""
-
-    def __str__(self) -> str:
-        return f"batch {self.batch}{self.blocks and f' with a plan, {self.blocks}'}"
-
-
 def batches_that_fit(plan: ModelPlan, budget: int) -> Iterator[FittingBatch]:
     """The largest batch that fits as the model is, and those that fit with a plan of its blocks:
     the batch of the step, and the largest one."""
@@ -138,8 +126,8 @@ def batches_that_fit(plan: ModelPlan, budget: int) -> Iterator[FittingBatch]:
 
     most = largest_within(lambda n: MARGIN * as_it_is(n), plan.batch, budget)
     if most:
-        yield FittingBatch(most, as_it_is(most))
+        yield FittingBatch(batch=most, peak_bytes=as_it_is(most))
     largest = largest_within(lambda n: MARGIN * frontiers(n).plans[-1].peak, max(most, 1), budget)
     for batch in sorted({plan.batch, largest}):
         if most < batch <= largest and (fitting := within(frontiers(batch), budget)) is not None:
-            yield FittingBatch(batch, fitting.peak, fitting.words)
+            yield FittingBatch(batch=batch, peak_bytes=fitting.peak, blocks=fitting.words)
