@@ -267,4 +267,5 @@ def test_a_size_that_the_program_cannot_run_is_left_out() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     planned = planned_steps(loop, model, optimizer, 1 << 30, compiled=False)
     assert [(one.what, one.size) for one in planned] == [("step", 4), ("batch", 8)]
+    assert planned[1].largest > 1000
     assert all(parameter.grad is not None for parameter in model.parameters())

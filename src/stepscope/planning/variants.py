@@ -68,7 +68,7 @@ def _planned_sizes(step: FakeStep, form: Form, limit: float) -> list[PlannedStep
     with suppress(Exception):
         # Such as an assertion of the longest context.
         larger = planned("batch", 0, 2 * len(first))
-        most = largest_within(lambda rows: plans(0, rows)[0].peak, 2 * len(first), limit)
+        most = largest_within(lambda rows: plans(0, rows)[0].peak, len(first), limit)
         found.append(msgspec.structs.replace(larger, largest=most))
     if first.dim() > 1 and not first.is_floating_point():
         with suppress(Exception):
