@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from stepscope.analysis.conclusions import deduced
+from stepscope.analysis.conclusions import NOTHING, deduced
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit, fits, within
 from stepscope.analysis.predict.memory import MemoryState
 from stepscope.analysis.predict.plan import StepPlan
@@ -154,7 +154,7 @@ def _budget_finding(
             code="prediction.fits",
             values=values,
             text=f"{name} fits into {bytes_(budget)}: {bytes_(peak)} predicted.",
-            conclusion=deduced(f"The largest that fits: {listed}.") if fitting else None,
+            conclusion=deduced(f"The largest that fits: {listed}.") if fitting else NOTHING,
             tone="good",
             timed=False,
         )
