@@ -219,6 +219,23 @@ def test_the_loss_of_a_loop_is_that_of_a_function() -> None:
     assert got.kinds == expected.kinds
 
 
+def test_a_program_may_read_values_of_its_batch() -> None:
+    class Masked(nn.Linear):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            assert mask is not None
+            out = super().forward(x)
+            return out if bool(mask.bool().all()) else out.masked_fill(~mask.bool(), 0.0)
+
+    model = Masked(64, 64)
+    loop = FakeLoop(model, torch.optim.SGD(model.parameters(), 0.1))
+    mask = torch.ones(8, 64, dtype=torch.long)
+    mask[:, 50:] = 0
+    outputs = loop.call(model, (torch.randn(8, 64),), {"mask": mask})
+    loop.end(outputs.square().mean())
+    assert not loop.fakes.values.assumed
+    assert mask.sum().item() == 8 * 50
+
+
 def test_a_variable_of_the_loop_is_alive_until_it_is_assigned_again() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 512))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -98,13 +98,15 @@ class Fakes:
 
     def tensor(self, real: Tensor) -> Tensor:
         """A fake tensor, whose value is known if it is small and the real one has data."""
-        fake = self._like(real).requires_grad_(real.requires_grad)
-        has_data = real.device.type != "meta" and not isinstance(real, FakeTensor)
-        if has_data and not real.requires_grad:
-            with _disable_current_modes():
-                # The step may write to it.
-                self.values.know(fake, real.detach().to(_DEVICE, copy=True))
-        return fake
+        # A mode that converts tensors would see those of the calls here.
+        with torch._C.DisableTorchFunction():
+            fake = self._like(real).requires_grad_(real.requires_grad)
+            has_data = real.device.type != "meta" and not isinstance(real, FakeTensor)
+            if has_data and not real.requires_grad:
+                with _disable_current_modes():
+                    # The step may write to it.
+                    self.values.know(fake, real.detach().to(_DEVICE, copy=True))
+            return fake
 
     @property
     def _deep_copy(self) -> Callable[[Tensor, dict[int, Any]], Tensor]:
