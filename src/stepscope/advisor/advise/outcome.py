@@ -141,6 +141,9 @@ class Tried:
             for name in missing
             if name in one.setting or (name == ACCELERATE and name in one.setting.values())
         )
+        if self.cut_off:
+            # What took the time is the compiler, if there is one.
+            refuted |= {one.code for one in self.trial.advice if "compile" in one.setting}
         ratio = None if self.without_effect else self.ratio
         return Result(self.trial.advice, ratio, self.works, refuted)
 

@@ -26,6 +26,12 @@ _COMPILED_OVER_PLAIN = 3.0
 _COMPILER_S, _COMPILER_S_PER_KERNEL = 15.0, 0.005
 """Expected duration of torch.compile for a step of so many kernels, or operators on a CPU."""
 
+_COMPILED_AT_MOST = 0.6
+"""Part of the time left in which a trial with torch.compile must end, if others need no compiler:
+how long it takes is hardly known before."""
+_OF_SHARE = 0.9
+"""Part of a trial's share of the time in which its rounds end: a round is not cut off."""
+
 
 class Deadline:
     """Time budget of all trials: a trial that would end later is not started, and a running one is
@@ -61,7 +67,7 @@ class Deadline:
         """Seconds left, or None without a limit."""
         if not self._within_s:
             return None
-        return self._within_s - (self._clock() - self._started)
+        return max(0.0, self._within_s - (self._clock() - self._started))
 
 
 def compiles(trial: Trial) -> bool:
@@ -94,7 +100,7 @@ class Verification:
         """Run the trials. Records go to the store; outcomes go to the prediction history."""
         while (trial := self._next()) is not None:
             self._tried.append(self._try(trial, observer))
-            if self._tried[-1].cut_off:
+            if self._tried[-1].cut_off and not self._deadline.left_s:
                 self._log("out of time (--total-timeout)")
                 return
 
@@ -105,9 +111,8 @@ class Verification:
     def _next(self) -> Trial | None:
         """Return the first planned trial that the time allows: if none of those with a compiler,
         then as planned without it."""
-        compiled = {one.code for one in self._space.reachable if "compile" in one.setting}
         late: dict[str, None] = {}
-        for without in ((), compiled):
+        for without in ((), self._compiled):
             plan = self.plan(without)
             for planned in plan.trials():
                 trial = self._trial(planned, plan)
@@ -118,15 +123,30 @@ class Verification:
             self._log(f"not tried, out of time (--total-timeout): {', '.join(late)}")
         return None
 
+    @property
+    def _compiled(self) -> frozenset[str]:
+        return frozenset(one.code for one in self._space.reachable if "compile" in one.setting)
+
+    def _limit_s(self, trial: Trial) -> float | None:
+        """Return the time after which a trial is ended."""
+        left = self._deadline.left_s
+        if left is None or not compiles(trial) or self.plan(self._compiled).next() is None:
+            return left
+        return _COMPILED_AT_MOST * left
+
     def _trial(self, planned: Planned, plan: Plan) -> Trial:
         facts, advice = self._space.facts, planned.combination.advice
         several = len(advice) > 1
+        # The best combination is then tried without each of its changes.
+        others = len(advice) if several and planned.purpose == "best predicted" else 0
+        shares = others + sum(1 for _ in plan.trials())
         return replace(
             self._template,
             advice=tuple(with_range(one, facts) for one in advice),
             together_ms=facts.step_ms - planned.combination.step_ms if several else None,
             best=None if planned.purpose == "alone" else plan.best_ratio,
             purpose=planned.purpose,
+            within_s=_OF_SHARE * (self._deadline.left_s or 0.0) / shares,
         )
 
     def _try(self, trial: Trial, observer: Observer) -> Tried:
@@ -139,7 +159,7 @@ class Verification:
         self._store.expect(self._run.id, len({*finished, (case.study, case.key)}))
         start = time.monotonic()
         self._runner.run(
-            [case], self._run, self._store, observer, retry=True, within_s=self._deadline.left_s
+            [case], self._run, self._store, observer, retry=True, within_s=self._limit_s(trial)
         )
         self._deadline.took(trial, time.monotonic() - start)
         record = self._record(case.study, case.key)
