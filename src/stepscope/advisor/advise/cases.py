@@ -56,7 +56,7 @@ class Trial(Case, frozen=True, kw_only=True):
     sequential: bool = False
     """The rounds end as soon as the gain is known; in older records they never do."""
     within_s: float = 0.0
-    """Seconds after which the rounds end, whatever is known by then; 0 for no limit."""
+    """Seconds for the rounds, whatever is known by then; 0 for no limit."""
     best: Ratio | None = None
     """Time of the best combination so far over the unchanged step: what the trial is compared
     with."""

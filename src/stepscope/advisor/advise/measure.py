@@ -36,7 +36,7 @@ Samples = Mapping[str, Sequence[float]]
 
 
 class Rounds:
-    """When the rounds of a trial end; its time begins now."""
+    """When the rounds of a trial end; their time begins now."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial

@@ -237,7 +237,7 @@ def compared_times(
 
 
 def _interleaved(trial: Trial, script: Script, bench: Shows, runs: Runs, on_cpu: bool) -> Times:
-    times, rounds = Times(), Rounds(trial)
+    times = Times()
     settings = {BASE: {}, CHANGED: trial.settings}
     alive = {name: runs.run(script, name, settings[name], bench) for name in settings}
     if times.has_no_effect(alive[CHANGED].ready()):
@@ -245,7 +245,7 @@ def _interleaved(trial: Trial, script: Script, bench: Shows, runs: Runs, on_cpu:
         return times
     if alive[CHANGED].is_switched:
         times.notes[SHARED] = "its changes are a part of those of a process that was tried before"
-    turns = _Turns(alive[BASE].ready(), on_cpu)
+    turns, rounds = _Turns(alive[BASE].ready(), on_cpu), Rounds(trial)
     order_of, shuffle = list(alive), random.Random(0).shuffle
     starts, since_start = dict.fromkeys(alive, 1), 0
     while not rounds.are_enough(times.ms, times.cpu_ms, times.instructions):

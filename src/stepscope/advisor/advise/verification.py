@@ -29,8 +29,8 @@ _COMPILER_S, _COMPILER_S_PER_KERNEL = 15.0, 0.005
 _COMPILED_AT_MOST = 0.6
 """Part of the time left in which a trial with torch.compile must end, if others need no compiler:
 how long it takes is hardly known before."""
-_OF_SHARE = 0.9
-"""Part of a trial's share of the time in which its rounds end: a round is not cut off."""
+_FEWEST_SHARES = 2
+"""Parts of the time left of which the rounds of the last trial have one: it also has to start."""
 
 
 class Deadline:
@@ -139,14 +139,14 @@ class Verification:
         several = len(advice) > 1
         # The best combination is then tried without each of its changes.
         others = len(advice) if several and planned.purpose == "best predicted" else 0
-        shares = others + sum(1 for _ in plan.trials())
+        shares = max(_FEWEST_SHARES, others + sum(1 for _ in plan.trials()))
         return replace(
             self._template,
             advice=tuple(with_range(one, facts) for one in advice),
             together_ms=facts.step_ms - planned.combination.step_ms if several else None,
             best=None if planned.purpose == "alone" else plan.best_ratio,
             purpose=planned.purpose,
-            within_s=_OF_SHARE * (self._deadline.left_s or 0.0) / shares,
+            within_s=(self._deadline.left_s or 0.0) / shares,
         )
 
     def _try(self, trial: Trial, observer: Observer) -> Tried:

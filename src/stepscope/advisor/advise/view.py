@@ -195,6 +195,8 @@ def _best(best: Tried | None, tried: Sequence[Tried]) -> Finding:
     speedup = 1 / best.ratio.value
     names = ", ".join(one.title for one in best.trial.advice)
     loss = "the loss was not compared"
+    if best.shares_process:
+        loss = "the loss was compared with more changes"
     if best.loss_off is not None:
         loss = f"with a loss that differs by {percent(best.loss_off)}"
     if best.loss_warning:
