@@ -82,7 +82,7 @@ class PlantedRunner:
             self.asked.append(code)
             self.trials.append(trial)
             _, before = store.finished(run.id).get((case.study, case.key), ("", 0))
-            self._clock[0] += self._seconds
+            self._clock[0] += min(self._seconds, within_s or self._seconds)
             how: dict[str, Any] = {"id": f"id-{code}-{before}", "run": run.id}
             if code in self._failing:
                 how |= {"status": "error"}
@@ -114,6 +114,7 @@ def verify(
 ) -> PlantedRunner:
     clock = [0.0]
     runner = PlantedRunner(seconds, clock, failing)
+    tmp_path.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patched, Store(tmp_path / "records.db") as own:
         patched.setattr(verification.time, "monotonic", lambda: clock[0])
         patched.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -201,6 +202,22 @@ def test_a_trial_that_was_cut_off_is_tried_again(tmp_path: Path) -> None:
     assert first.asked == second.asked == [WHOLE]
     assert WHOLE not in third.asked
     assert set(third.asked[:3]) == set(TIMES) - {WHOLE}
+
+
+def test_a_trial_has_a_share_of_the_time(tmp_path: Path) -> None:
+    trials = verify(tmp_path, within_s=100.0).trials
+    # The best combination has three changes, each of which is then left out.
+    assert trials[0].within_s == pytest.approx(100 / 4)
+    assert trials[1].within_s == pytest.approx(90 / 4)
+    assert {one.within_s for one in verify(tmp_path / "more").trials} == {0.0}
+
+
+def test_a_compilation_that_takes_too_long_leaves_time_for_other_changes(tmp_path: Path) -> None:
+    """The runner takes 70 s for each trial, of which a compilation may have 60."""
+    runner = verify(tmp_path, seconds=70.0, within_s=100.0, only=("compile", "fused-optimizer"))
+    assert runner.limits[0] == pytest.approx(60.0)
+    assert "compile" in runner.asked[0]
+    assert runner.asked[1] == "fused-optimizer"
 
 
 def test_a_combination_that_breaks_the_program_does_not_stop_the_search(tmp_path: Path) -> None:

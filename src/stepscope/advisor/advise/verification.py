@@ -58,7 +58,9 @@ class Deadline:
         left = self.left_s
         kind = compiles(trial)
         other = self._longest.get(not kind, 0.0)
-        first = max(_COMPILED_OVER_PLAIN * other, self._compiler_s) if kind else other
+        first = other / _COMPILED_OVER_PLAIN
+        if kind:
+            first = max(_COMPILED_OVER_PLAIN * other, self._compiler_s)
         guess = self._longest.get(kind, first)
         return left is None or (left > 0 and guess <= left)
 

@@ -43,8 +43,8 @@ def batches_taken(within: Callable[[Any], AbstractContextManager[object]]) -> It
 @contextmanager
 def as_one_range(batches: Any) -> Iterator[None]:
     """Hide the operators that make a batch in this process from traces and modes, except for the
-    range of the DataLoader: a `collate_fn` may run more of them than the step. `LoaderLines` samples
-    their lines."""
+    range of the DataLoader: a `collate_fn` may run more of them than the step. Their lines are
+    sampled (`LoaderLines`)."""
     if getattr(batches, "_num_workers", 0):
         yield
         return
