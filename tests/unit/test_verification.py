@@ -292,11 +292,19 @@ def test_compiled_trials_need_more_time() -> None:
 def test_a_compilation_that_would_take_too_long_does_not_come_first() -> None:
     base = msgspec.convert(tried().config, Trial).base
     one, other = (Trial(base=base, advice=(what,), step_ms=1.0) for what in (BFLOAT16, COMPILE))
-    for kernels, compiled in ((5_000, True), (60_000, False)):
-        deadline = Deadline(120.0, lambda: 0.0, kernels)
+    for kernels, on_gpu, compiled in (
+        (5_000, True, True),
+        (60_000, True, False),
+        (8_000, False, False),
+    ):
+        deadline = Deadline(120.0, lambda: 0.0, kernels, on_gpu=on_gpu)
         assert deadline.allows(one)
         assert deadline.allows(other) is compiled
     assert Deadline(0.0, lambda: 0.0, 60_000).allows(other)
+    # Others come first if they would have too little time after it.
+    half = Deadline(60.0, lambda: 0.0, 5_000)
+    assert half.allows(other)
+    assert not half.allows(other, others=True)
 
 
 def test_record_stores_its_advice() -> None:

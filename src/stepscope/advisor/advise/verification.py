@@ -23,8 +23,9 @@ from stepscope.studies.own.cases import OwnStep
 
 _COMPILED_OVER_PLAIN = 3.0
 """Expected duration of a trial with torch.compile, relative to one without."""
-_COMPILER_S, _COMPILER_S_PER_KERNEL = 15.0, 0.005
-"""Expected duration of torch.compile for a step of so many kernels, or operators on a CPU."""
+_COMPILER_S, _COMPILER_S_PER_KERNEL = 15.0, {True: 0.005, False: 0.015}
+"""Expected duration of torch.compile for a step of so many kernels on a GPU, or operators on a CPU,
+whose code a C++ compiler compiles."""
 
 _COMPILED_AT_MOST = 0.6
 """Part of the time left in which a trial with torch.compile must end, if others need no compiler:
@@ -38,12 +39,17 @@ class Deadline:
     ended at the deadline. 0 means no limit."""
 
     def __init__(
-        self, within_s: float, clock: Callable[[], float] | None = None, kernels: float = 0.0
+        self,
+        within_s: float,
+        clock: Callable[[], float] | None = None,
+        kernels: float = 0.0,
+        *,
+        on_gpu: bool = True,
     ) -> None:
         """`kernels` of the step decide how long the first compilation may take."""
         self._within_s = within_s
         self._clock = clock or time.monotonic
-        self._compiler_s = _COMPILER_S + _COMPILER_S_PER_KERNEL * kernels if kernels else 0.0
+        self._compiler_s = kernels and _COMPILER_S + _COMPILER_S_PER_KERNEL[on_gpu] * kernels
         self._started = self._clock()
         self._longest: dict[bool, float] = {}
 
@@ -51,11 +57,17 @@ class Deadline:
         kind = compiles(trial)
         self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
 
-    def allows(self, trial: Trial) -> bool:
+    def limit_s(self, trial: Trial, *, others: bool) -> float | None:
+        """Return the time after which a trial is ended. If there are `others`, which need no
+        compiler, one with a compiler leaves time for them."""
+        left = self.left_s
+        return left and left * (_COMPILED_AT_MOST if others and compiles(trial) else 1.0)
+
+    def allows(self, trial: Trial, *, others: bool = False) -> bool:
         """Return True if there is time for a trial: as for the longest one so far of its kind, with
         or without a compiler; the first of a kind is estimated from the other kind, and from the
         kernels to compile."""
-        left = self.left_s
+        left = self.limit_s(trial, others=others)
         kind = compiles(trial)
         other = self._longest.get(not kind, 0.0)
         first = other / _COMPILED_OVER_PLAIN
@@ -94,7 +106,7 @@ class Verification:
         """`template` is a trial without changes."""
         self._runner, self._store, self._run = runner, store, run
         self._space, self._template = space, template
-        self._deadline = Deadline(within_s, kernels=space.facts.kernels)
+        self._deadline = Deadline(within_s, kernels=space.facts.kernels, on_gpu=space.facts.on_gpu)
         self._log = log
         self._tried: list[Tried] = []
 
@@ -114,11 +126,12 @@ class Verification:
         """Return the first planned trial that the time allows: if none of those with a compiler,
         then as planned without it."""
         late: dict[str, None] = {}
+        others = self._others
         for without in ((), self._compiled):
             plan = self.plan(without)
             for planned in plan.trials():
                 trial = self._trial(planned, plan)
-                if self._deadline.allows(trial):
+                if self._deadline.allows(trial, others=others):
                     return trial
                 late[trial.code] = None
         if late:
@@ -129,12 +142,10 @@ class Verification:
     def _compiled(self) -> frozenset[str]:
         return frozenset(one.code for one in self._space.reachable if "compile" in one.setting)
 
-    def _limit_s(self, trial: Trial) -> float | None:
-        """Return the time after which a trial is ended."""
-        left = self._deadline.left_s
-        if left is None or not compiles(trial) or self.plan(self._compiled).next() is None:
-            return left
-        return _COMPILED_AT_MOST * left
+    @property
+    def _others(self) -> bool:
+        """Whether a trial is left that needs no compiler."""
+        return self.plan(self._compiled).next() is not None
 
     def _trial(self, planned: Planned, plan: Plan) -> Trial:
         facts, advice = self._space.facts, planned.combination.advice
@@ -160,9 +171,8 @@ class Verification:
         # Keeps an interrupted run marked as incomplete.
         self._store.expect(self._run.id, len({*finished, (case.study, case.key)}))
         start = time.monotonic()
-        self._runner.run(
-            [case], self._run, self._store, observer, retry=True, within_s=self._limit_s(trial)
-        )
+        within_s = self._deadline.limit_s(trial, others=self._others)
+        self._runner.run([case], self._run, self._store, observer, retry=True, within_s=within_s)
         self._deadline.took(trial, time.monotonic() - start)
         record = self._record(case.study, case.key)
         assert record is not None
