@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepscope import accelerate
 from stepscope.attention import attention
 from stepscope.attention.packed import split_heads
 from stepscope.kernels import add_rms_norm, linear_cross_entropy, rotated_heads_, swiglu
@@ -199,39 +198,6 @@ def rotated(shape: Shape, device: torch.device) -> Race:
     return Race("rotary", shape.name, variants_of(plain, fused, [x], [torch.randn_like(heads(x))]))
 
 
-class RoPE(nn.Module):
-    """Adjacent pairs, with tables that are indexed by positions in every call."""
-
-    def __init__(self, d_head: int, tokens: int, device: torch.device) -> None:
-        super().__init__()
-        table = RotaryEmbedding(d_head, tokens, device=device)
-        self.cos, self.sin = table.cos, table.sin
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        even, odd = x[..., 0::2], x[..., 1::2]
-        cos, sin = self.cos[positions], self.sin[positions]
-        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1)
-        return turned.flatten(-2).to(x.dtype)
-
-
-def rotated_by_a_module(shape: Shape, device: torch.device) -> Race:
-    """A module of a user's own class, as it is and as `accelerate` replaces it, with its tables."""
-    d_head = shape.d_model // shape.heads
-    x = torch.randn(1, shape.tokens, shape.heads, d_head, device=device, dtype=torch.bfloat16)
-    plain, fused = (RoPE(d_head, shape.tokens, device) for _ in range(2))
-    report = accelerate(nn.Sequential(fused))
-    positions = torch.arange(shape.tokens, device=device)
-    fused(x.transpose(1, 2).requires_grad_(), positions)
-    assert not report.left, report.left
-    variants = variants_of(
-        lambda x: plain(x.transpose(1, 2), positions),
-        lambda x: fused(x.transpose(1, 2), positions),
-        [x],
-        [torch.randn_like(x.transpose(1, 2))],
-    )
-    return Race("rotary-module", shape.name, variants)
-
-
 def autocast(function: Function) -> Function:
     def run(*inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         with torch.autocast(inputs[0].device.type, torch.bfloat16):
@@ -381,7 +347,6 @@ PIECES: dict[str, Callable[[Shape, torch.device], Race]] = {
     "add-layer-norm": sum_and_layer_norm,
     "swiglu": gated,
     "rotary": rotated,
-    "rotary-module": rotated_by_a_module,
     "projections": projections,
     "packed-attention": packed_attention,
     "feed-forward": full_feed_forward,

@@ -1,4 +1,4 @@
-"""`accelerate(…, compile="auto")`: modules of known blocks are replaced, other models compiled."""
+"""The default of `compile`: modules of known blocks are replaced, other models compiled."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.nn import functional
 
 import stepscope
 from nano_gpt import NanoGPT
+from stepscope.acceleration.accelerate import replaces_whole_blocks
 
 
 class Own(NanoGPT):
@@ -33,9 +34,7 @@ def attending(model: NanoGPT) -> list[nn.Module]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    report = stepscope.accelerate(model, compile="auto")
-    report.undo()
-    return report.compilation is not None
+    return not replaces_whole_blocks(model)
 
 
 def test_known_blocks_are_replaced() -> None:
@@ -59,7 +58,10 @@ def test_a_block_with_a_hook_is_compiled() -> None:
     assert is_compiled(model)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the model is on a CPU")
-def test_nothing_is_compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepscope.acceleration.accelerate.is_interpreted", lambda: False)
-    assert not is_compiled(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_models_are_compiled_on_a_gpu_only(device: str) -> None:
+    with torch.device(device):
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    report = stepscope.accelerate(model)
+    report.undo()
+    assert (report.compilation is None) == (device == "cpu")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+from torch import nn
 
 from own_records import attached, tried
 from stepscope.acceleration.accelerate import _PIECES
 from stepscope.advisor.advise.cases import OF_SCRIPTS, Script, Trial
 from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.outcome import Tried
-from stepscope.advisor.advise.piece_facts import piece_work
 from stepscope.advisor.advise.view import not_tried, trial_blocks
+from stepscope.advisor.trial.accelerated import Acceleration
 from stepscope.analysis.advice.changes import (
     Advice,
     advise,
@@ -26,10 +27,9 @@ from stepscope.analysis.advice.changes import (
     predictions,
 )
 from stepscope.analysis.advice.facts import Facts, PhaseWork, PieceShare, PieceWork
-from stepscope.analysis.advice.pieces import excluded_pieces, group_of
+from stepscope.analysis.advice.pieces import GROUPS, excluded_pieces, group_of
 from stepscope.analysis.advice.rules.accelerate import _without_casts
 from stepscope.analysis.advice.timeline import wall_ms
-from stepscope.analysis.trace.summary import Use
 from stepscope.records.jsonl import read_records
 from stepscope.views.program.setting import setting_of
 from view_blocks import table_of
@@ -113,6 +113,45 @@ def test_gain_of_each_piece() -> None:
     assert (loss.gain_bytes, loss.setting) == (1 << 30, {"loss": "accelerate"})
 
 
+def test_a_model_that_accelerate_compiles() -> None:
+    """Its blocks are fused as by torch.compile, and its loss and update as in every model."""
+    step = facts(pieces=(piece("linear", 4),), compiled_by_accelerate=True)
+    known = predicted(step)
+    whole, both = known["accelerate"], known["accelerate-step"]
+    update = known["accelerate-optimizer"].gain_ms
+    assert whole.gain_ms == pytest.approx(known["compile"].gain_ms + 0.6 * 5 + update)
+    assert set(whole.setting) == set(GROUPS)
+    assert whole.lines == ("import stepscope", "stepscope.accelerate(model, optimizer)")
+    assert both.why.startswith("the model is compiled, with fused kernels for attention")
+    # Parts of it replace modules.
+    assert known["accelerate-optimizer"].lines == (
+        'stepscope.accelerate(model, optimizer, exclude=["linear"], compile=False)',
+    )
+    # Without a compiler, modules are replaced.
+    alone = predicted(msgspec.structs.replace(step, lacks=("compiler",)))["accelerate"]
+    assert set(alone.setting) == {"linear", "embedding", "optimizer"}
+
+
+def test_a_trial_applies_what_a_gpu_gets_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with blocks that are not known is compiled, in one form for all timed steps; parts
+    alone replace modules."""
+    monkeypatch.setattr(
+        "stepscope.advisor.trial.accelerated.is_compiled_by_default", lambda _: True
+    )
+    forms = []
+    for groups in (GROUPS, ["norm"]):
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        trial = Acceleration()
+        trial.add(groups)
+        trial.apply(model, [torch.optim.AdamW(model.parameters())])
+        (report,) = trial._reports
+        forms.append(report.compilation is not None)
+        if report.compilation is not None:
+            assert "compiled with passes" in str(report)
+        assert trial.without_effect() is None
+    assert forms == [True, False]
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_only_the_update_of_a_graph_saves_the_casts_of_weights(captured: bool) -> None:
     backward, optimizer = facts().phases[1:]
@@ -157,12 +196,13 @@ def test_pieces_that_do_not_pay_are_excluded() -> None:
     advice = predicted(step)
     assert advice["accelerate-attention"].gain_ms < 0
     assert advice["accelerate"].lines[-1] == (
-        'stepscope.accelerate(model, optimizer, exclude=["attention"])'
+        'stepscope.accelerate(model, optimizer, exclude=["attention"], compile=False)'
     )
     assert "attention" not in advice["accelerate"].setting
     assert advice["fused-loss"].lines == (
         "stepscope.accelerate(model,"
-        ' exclude=["attention", "residual block", "gated MLP", "RMSNorm", "embedding", "linear"])',
+        ' exclude=["attention", "residual block", "gated MLP", "RMSNorm", "embedding", "linear"],'
+        " compile=False)",
     )
     # With bfloat16 it gains, and the whole has it.
     later = predicted(afterwards(step, ["bfloat16"]))
@@ -244,7 +284,6 @@ def test_names_of_pieces() -> None:
     names = ["RMSNorm", "residual block", "gated MLP", "attention", "SDPA", "linear", "embedding"]
     groups = ["norm", "norm", "mlp", "attention", "attention", "linear", "embedding"]
     assert [group_of(name) for name in names] == groups
-    assert {group_of(name) for name in ("attention kernel", "rotary positions")} == {"attention"}
     assert (group_of("head and loss"), group_of("something new")) == ("loss", "linear")
     # Every piece that `accelerate` can name has a group of its own, or is a linear layer.
     assert {one for one in _PIECES if group_of(one) == "linear"} == {"linear"}
@@ -268,40 +307,6 @@ def test_time_of_the_replaced_kernels_comes_from_the_trace() -> None:
     assert backward.fused_ms == pytest.approx(1.1 * (1.895889 + 0.078987), rel=1e-3)
     assert step.pieces == facts_of(attached(record, setting=msgspec.structs.replace(
         setting, pieces={"RMSNorm": {"blocks.*.norm1": 24, "norm": 1}}))).pieces  # fmt: skip
-
-
-def test_rotary_positions_of_own_classes() -> None:
-    """Their kernels are in a module of their own: naive attention is not part of them. The tables
-    take as many launches as the original."""
-
-    def use(module: str, kind: str, phase: str, ms: float, count: float) -> Use:
-        return Use(
-            kernel="k", kind=kind, phase=phase, module=module, role="", ms=ms, count=count, places=2
-        )
-
-    rope, attn = "layers.*/attn/rope", "layers.*/attn"
-    uses = (
-        use(rope, "elementwise", "forward", 1.6, 16.0),
-        use(rope, "elementwise", "forward", 0.8, 4.0),
-        use(rope, "elementwise", "backward", 2.0, 20.0),
-        use(attn, "elementwise", "forward", 9.0, 8.0),
-        use(attn, "matmul", "forward", 9.0, 8.0),
-    )
-    summary: Any = SimpleNamespace(on_device=True, uses=uses)
-    naive = (PhaseWork(name="forward", classes={"elementwise": 9.0}, launches=8.0),)
-    (work,) = piece_work({"rotary positions": {"layers.*.attn.rope": 2}}, summary, naive)
-    forward, backward = work.shares
-    assert forward.classes == {"elementwise": pytest.approx(2.4)}
-    assert (forward.launches, forward.fused_launches) == (20.0, 20.0 + 2.0)
-    assert forward.fused_ms == pytest.approx(1.1 * 2 * 0.2)
-    assert (backward.launches, backward.fused_launches) == (20.0, 4.0)
-    # The projections stay: no casts of their weights are saved.
-    step = facts(pieces=(work, piece("attention kernel", 2)))
-    advice = predicted(step)["accelerate-attention"]
-    saved = sum(share.ms - share.fused_ms for share in work.shares)
-    assert advice.gain_ms == pytest.approx(saved)
-    assert advice.why == "rotary positions and copies of the heads take 4.4 ms"
-    assert advice.lines == ("stepscope.accelerate(model)",)
 
 
 def test_page_says_what_to_write_and_what_was_not_tried() -> None:

@@ -20,7 +20,6 @@ from stepscope.acceleration.own_classes import embeddings
 from stepscope.acceleration.patches import Patch
 from stepscope.acceleration.pieces import (
     attention,
-    attention_kernel,
     attention_masks,
     embedding,
     head_loss,
@@ -31,7 +30,6 @@ from stepscope.acceleration.pieces import (
     packed_attention,
     patch_embedding,
     residual_block,
-    rotary,
 )
 from stepscope.acceleration.recognized import has_known_blocks
 from stepscope.acceleration.replacement import (
@@ -46,7 +44,6 @@ from stepscope.acceleration.report import FP8, Report, excluded
 from stepscope.acceleration.sharded.fp8_gathers import gather_in_fp8
 from stepscope.acceleration.sharded.functions import ShardedFunctions
 from stepscope.acceleration.sharded.units import has_units, why_not_compiled
-from stepscope.acceleration.unrecognized import mixtures_of_experts
 from stepscope.errors import UsageError
 from stepscope.kernels.fp8.layers import Fp8Layers
 from stepscope.kernels.fp8.recipe import Recipe, unavailable
@@ -55,8 +52,6 @@ from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.torch_tools.module_hooks import without_global_hooks
 from stepscope.torch_tools.triton_available import is_interpreted
 
-COMPILE = False
-"""Default of `compile`: the graph has not been timed on a GPU against the replaced modules."""
 SDPA = "SDPA"
 """Name in `replaceable` of a model whose attention is switched to SDPA."""
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -66,7 +61,7 @@ masks change only in a capture."""
 _PIECES = (
     norm.PIECE, norm.LAYER_NORM, residual_block.PIECE, linear.PIECE, attention.PIECE,
     head_loss.PIECE, patch_embedding.PIECE, embedding.PIECE, attention_masks.PIECE,
-    mlp.GATED, mlp.PLAIN_MLP, attention_kernel.PIECE, rotary.PIECE, SDPA,
+    mlp.GATED, mlp.PLAIN_MLP, SDPA,
 )  # fmt: skip
 """Names that `exclude` may have for all modules of a piece."""
 _SHARDED = (
@@ -92,7 +87,7 @@ def accelerate(
     sample: Any = None,
     dtype: torch.dtype | Recipe | str | None = None,
     exclude: Iterable[str | type[nn.Module]] = (),
-    compile: bool | Mapping[str, Any] | Literal["auto"] = COMPILE,
+    compile: bool | Mapping[str, Any] | Literal["auto"] = "auto",
 ) -> Report:
     """Replace parts of a model by fused kernels, in place, and return a report of the changes.
 
@@ -155,7 +150,7 @@ def accelerate(
     report.on_cpu = kinds == {"cpu"} and not is_interpreted()
     why = why_not_compiled(inner)
     if compile == "auto":
-        compile = not report.on_cpu and not _replaces_whole_blocks(inner, patterns)
+        compile = is_compiled_by_default(inner, patterns)
     if compile and why is None and (has_units(inner) or not _is_sharded(inner)):
         options = dict(compile) if isinstance(compile, Mapping) else {}
         _compile(inner, optimizer, options, compute, patterns, report, fp8)
@@ -178,8 +173,6 @@ def accelerate(
         for replacement in _find(inner, copies, report, patterns) if switch is None else ():
             checked = replacement.piece in _NOT_COMPARED
             report.add(Patch(replacement, checked, report.reject, copies, alike, report))
-    if switch is None:
-        report.leave(*mixtures_of_experts(inner))
     _set_dtype(inner, compute, report)
     if optimizer is not None:
         _fuse(optimizer, copies, report)
@@ -353,12 +346,21 @@ def replaceable(model: nn.Module) -> dict[str, list[str]]:
     return names
 
 
-def _replaces_whole_blocks(model: nn.Module, patterns: Iterable[str | type[nn.Module]]) -> bool:
+def is_compiled_by_default(model: nn.Module, exclude: Iterable[str | type[nn.Module]] = ()) -> bool:
+    """Return whether `accelerate` compiles a model: on a GPU, if there are blocks whose modules it
+    does not replace."""
+    inner = _unwrapped(model)
+    kinds = {parameter.device.type for parameter in inner.parameters()}
+    return bool(kinds - {"cpu"}) and not replaces_whole_blocks(inner, exclude)
+
+
+def replaces_whole_blocks(model: nn.Module, exclude: Iterable[str | type[nn.Module]] = ()) -> bool:
+    """Return whether attention and MLP of every block are known, and all blocks are alike."""
     if hasattr(model, "set_fused"):
         return True
     trial = Report("")
     with without_global_hooks():
-        return has_known_blocks(list(_find(model, WeightCopies(), trial, patterns)), trial.left)
+        return has_known_blocks(list(_find(model, WeightCopies(), trial, exclude)), trial.left)
 
 
 def _find(
@@ -369,7 +371,6 @@ def _find(
 ) -> Iterator[Replacement]:
     """Yield the replacements, larger pieces first: they use the smaller ones within them."""
     claimed: set[nn.Module] = set()
-    attended: list[str] = []
     experts = _mixtures_of_experts(model)
 
     if reason := why_not_compiled(model) or (_WHEN_SHARDED if _is_sharded(model) else None):
@@ -380,12 +381,10 @@ def _find(
         replacements, left = found
         report.leave(*left)
         for one in replacements:
-            attends = one.piece in (attention_kernel.PIECE, rotary.PIECE)
-            without = attends and attention.PIECE in patterns
             others = [owner for owner in layer_owners(one.module) if owner is not report]
             if others:
                 report.leave(Left(one.piece, one.name, "it is part of another accelerated model"))
-            elif without or excluded(one.piece, one.name, type(one.module), patterns):
+            elif excluded(one.piece, one.name, type(one.module), patterns):
                 report.leave(Left(one.piece, one.name, "excluded"))
             elif one.name.startswith(experts):
                 report.leave(Left(one.piece, one.name, "part of a mixture of experts"))
@@ -403,22 +402,12 @@ def _find(
         for name, module in model.named_modules()
         if module in norms and not excluded(norms[module].piece, name, type(module), patterns)
     }
-    blocks = list(take(residual_block.find(model, kept, copies)))
-    yield from blocks
+    yield from take(residual_block.find(model, kept, copies))
     for piece in (attention, packed_attention, multihead_attention, mlp):
         for replacement in take(piece.find(model, copies)):
             children = replacement.module.children()
             claimed |= {child for child in children if _is_linear(child)}
-            attended.append(replacement.name)
             yield replacement
-    yield from take(rotary.find(model, attended))
-    attended += [left.name for left in report.left if left.piece == attention.PIECE]
-    # A fused block has no forward that could call attention itself.
-    fused = {block.name for block in blocks}
-    unknown, left = attention_kernel.find(model, attended)
-    # Routers of mixtures of experts have a softmax, too.
-    unknown = [x for x in unknown if x.name not in fused and not x.name.startswith(experts)]
-    yield from take((unknown, left))
     yield from take(norm.find(model, norms))
     yield from take(embedding.find(model))
     yield from take(patch_embedding.find(model, copies))
@@ -440,11 +429,7 @@ def _is_sharded(model: nn.Module) -> bool:
 def _mixtures_of_experts(model: nn.Module) -> tuple[str, ...]:
     """Return the prefixes of the names of their parts, which get other numbers of tokens in every
     step."""
-    return tuple(
-        f"{name}."
-        for name, module in model.named_modules()
-        if "moe" in type(module).__name__.lower() or hasattr(module, "experts")
-    )
+    return tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "experts"))
 
 
 def _use_sdpa(model: Any, report: Report) -> None:

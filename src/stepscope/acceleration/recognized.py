@@ -10,16 +10,13 @@ from collections.abc import Collection
 
 from stepscope.acceleration.pieces import (
     attention,
-    attention_kernel,
     linear,
     mlp,
     residual_block,
-    rotary,
 )
 from stepscope.acceleration.replacement import Left, Replacement, settings_of
 
 _PARTS = (attention.PIECE, mlp.GATED, mlp.PLAIN_MLP)
-_LOOSE = (linear.PIECE, attention_kernel.PIECE, rotary.PIECE)
 
 
 def has_known_blocks(found: Collection[Replacement], left: Collection[Left]) -> bool:
@@ -33,6 +30,6 @@ def has_known_blocks(found: Collection[Replacement], left: Collection[Left]) -> 
         bool(blocks)
         and len(kinds) == 1
         and len(parts) == 2 * len(attended)
-        and not any(one.piece in _LOOSE and one.name.startswith(blocks) for one in found)
+        and not any(one.piece == linear.PIECE and one.name.startswith(blocks) for one in found)
         and not any(one.piece in (residual_block.PIECE, *_PARTS) for one in left)
     )

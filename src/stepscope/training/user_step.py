@@ -77,7 +77,9 @@ class UserStep(TrainingStep):
 
         if reason := unavailable(self.device.torch_device):
             raise CaseSkipped(reason)
-        report = accelerate(self.model, self.optimizer, sample=self.batch, dtype="fp8")
+        report = accelerate(
+            self.model, self.optimizer, sample=self.batch, dtype="fp8", compile=False
+        )
         assert report.fp8 is not None
         reasons = list(report.fp8.decisions.values())
         if None not in reasons:

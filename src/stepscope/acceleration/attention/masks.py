@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,6 @@ _MAX_INSPECTED = 64
 
 Filled = tuple[Tensor, float]
 """Mask of the filled scores, and the fill value."""
-
-
-class Masks(Protocol):
-    def causal_together(self, filled: Sequence[Filled], added: Sequence[Tensor]) -> bool:
-        """Return whether these are exactly one causal mask."""
 
 
 class CausalMasks:

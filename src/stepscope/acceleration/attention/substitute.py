@@ -46,7 +46,6 @@ from stepscope.acceleration.attention.masks import (
     MASKED_BELOW,
     CausalMasks,
     Filled,
-    Masks,
     kernel_mask,
     masks_like_naive,
 )
@@ -115,16 +114,10 @@ _CAST = {torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.float}
 class fused_attention(TorchFunctionMode):  # noqa: N801
     """Mode that replaces naive attention by a fused kernel; `substituted` counts replacements."""
 
-    exact = False
-    """Whether only attention without dropout, whose random numbers would be others, is replaced,
-    and with no mask but a causal one: rows without a visible key have other gradients."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.masks: Masks = CausalMasks()
+        self.masks = CausalMasks()
         self.substituted = 0
-        self.drops_weights = False
-        """Whether attention was not replaced because of its dropout."""
         self._registered: list[weakref.ref[DeferredMatmul]] = []
 
     def __torch_function__(
@@ -151,17 +144,6 @@ class fused_attention(TorchFunctionMode):  # noqa: N801
         if kind is None:
             for one in self._deferred():
                 one.materialize()
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
-        """Compute attention; `options` are those of `scaled_dot_product_attention`."""
-        return fused(q, k, v, **options)
-
-    @property
-    def is_referenced(self) -> bool:
-        """Whether scores or weights, which are not instances of `torch.Tensor`, are in use."""
-        return any(reference() is not None for reference in self._registered)
 
     def register(self, one: DeferredMatmul) -> None:
         self._registered = [other for other in self._registered if other() is not None]
@@ -436,11 +418,6 @@ class DeferredMatmul(Deferred):
         values."""
         if not self._has_softmax or not can_be_deferred((self._keys, values)):
             return False
-        if self.dropout and self._within.exact:
-            self._within.drops_weights = True
-            return False
-        if (self.masked or self.added) and self._within.exact:
-            return self.is_causal
         return masks_like_naive(self.masked, matmul_dtype(self._queries)) or self.is_causal
 
     def _with_values(self, values: torch.Tensor) -> torch.Tensor:
@@ -450,7 +427,7 @@ class DeferredMatmul(Deferred):
         if not causal and (self.masked or self.added):
             mask = kernel_mask(self.masked, self.added, self._queries)
         self._within.substituted += 1
-        return self._within.attend(
+        return fused(
             self._queries,
             self._keys.transpose(-2, -1),
             values,

@@ -112,6 +112,7 @@ def facts_of(record: Record, lacks: Sequence[str] = ()) -> Facts:
         block_list=block_list(summary),
         **_linear_layers(summary),
         pieces=None if pieces is None else piece_work(pieces, summary, attention),
+        compiled_by_accelerate=setting is not None and setting.compiled_by_accelerate,
         siblings=() if watched.lines is None else _siblings(watched.lines),
         loss_ms=_loss_ms(summary),
         ranks=ranks,

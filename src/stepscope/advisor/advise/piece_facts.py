@@ -5,17 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from msgspec.structs import replace
-
 from stepscope.advisor.advise.attention_facts import words_of
 from stepscope.analysis.advice.facts import PhaseWork, PieceShare, PieceWork
 from stepscope.analysis.advice.pieces import (
     ATTENTION,
-    ATTENTION_KERNEL,
     EMBEDDING,
     MLP,
     NORM,
-    ROTARY,
     group_of,
 )
 from stepscope.analysis.kernels.classes import MEMORY_BOUND
@@ -58,7 +54,7 @@ def _shares(
     piece: str, names: Sequence[str], summary: Summary, attention: Sequence[PhaseWork]
 ) -> tuple[PieceShare, ...]:
     group = group_of(piece)
-    if not summary.on_device or group not in _KINDS or piece == ATTENTION_KERNEL:
+    if not summary.on_device or group not in _KINDS:
         return ()
     modules = {_words(name) for name in names if name}
     uses = [
@@ -69,9 +65,7 @@ def _shares(
     phases = ("backward",) if group == EMBEDDING else ("forward", "backward")
     shares = (_share(phase, [use for use in uses if use.phase == phase]) for phase in phases)
     found = [share for share in shares if share.launches]
-    if piece == ROTARY:
-        found = [_with_tables(share) for share in found]
-    elif group == ATTENTION:
+    if group == ATTENTION:
         found = [_without(share, attention) for share in found]
     return tuple(found)
 
@@ -102,14 +96,6 @@ def _share(phase: str, uses: Sequence[Use]) -> PieceShare:
         fused_ms=_FUSED_OVER_LONGEST * sum(ms * places for ms, places in longest.values()),
         fused_launches=_FUSED_LAUNCHES[phase] * sum(places for _, places in longest.values()),
     )
-
-
-def _with_tables(share: PieceShare) -> PieceShare:
-    """Return the share with the launches of the tables: in the forward, the original runs on one
-    head. These kernels are short."""
-    if share.phase != "forward":
-        return share
-    return replace(share, fused_launches=share.launches + share.fused_launches)
 
 
 def _without(share: PieceShare, attention: Sequence[PhaseWork]) -> PieceShare:

@@ -451,5 +451,5 @@ def _accelerate(model: str, optimizer: str, left: Sequence[str], dtype: str = ""
         arguments.append(f'dtype="{dtype}"')
     if left:
         quoted = ", ".join(f'"{name}"' for name in left)
-        arguments.append(f"exclude=[{quoted}]")
+        arguments += [f"exclude=[{quoted}]", "compile=False"]
     return f"stepscope.accelerate({', '.join(arguments)})"

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -192,6 +193,7 @@ def _setting(recorder: Recorder) -> Setting:
         distributed=torch.distributed.is_available() and torch.distributed.is_initialized(),
         sharing=sharing_of(recorder.models),
         pieces=_pieces(recorder.models),
+        compiled_by_accelerate=_compiled_by_accelerate(recorder.models),
     )
 
 
@@ -209,6 +211,15 @@ def _pieces(models: Sequence[torch.nn.Module]) -> dict[str, dict[str, int]] | No
         # The code of the model runs in this search.
         return None
     return {piece: dict(patterns) for piece, patterns in pieces.items()}
+
+
+def _compiled_by_accelerate(models: Sequence[torch.nn.Module]) -> bool:
+    from stepscope.acceleration.accelerate import is_compiled_by_default
+
+    with suppress(Exception):
+        # The code of the model runs in this search.
+        return any(map(is_compiled_by_default, models))
+    return False
 
 
 def _numbers(parameter: torch.Tensor) -> int:

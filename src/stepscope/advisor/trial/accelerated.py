@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
-from stepscope.acceleration.accelerate import accelerate, replaceable
+from stepscope.acceleration.accelerate import (
+    accelerate,
+    is_compiled_by_default,
+    replaceable,
+)
+from stepscope.acceleration.choice import PASSES
 from stepscope.acceleration.report import FP8, Report
 from stepscope.analysis.advice.pieces import (
     OPTIMIZER,
@@ -32,7 +37,12 @@ class Acceleration:
     def apply(self, model: torch.nn.Module, optimizers: Iterable[Any]) -> None:
         exclude = excluded_pieces(replaceable(model), self._groups)
         optimizer = self._optimizer_of(model, optimizers) if OPTIMIZER in self._groups else None
-        self._reports.append(accelerate(model, optimizer, exclude=exclude, dtype=self._dtype))
+        # What `compile` chooses by default, without a trial of forms within the timed steps.
+        parts = bool(exclude) or not is_compiled_by_default(model)
+        compile = False if parts else {"form": PASSES}
+        self._reports.append(
+            accelerate(model, optimizer, exclude=exclude, dtype=self._dtype, compile=compile)
+        )
 
     def _optimizer_of(self, model: torch.nn.Module, optimizers: Iterable[Any]) -> Any:
         """Return the first optimizer of the model's parameters that is not fused yet."""
@@ -53,7 +63,7 @@ class Acceleration:
             if None in reasons:
                 return None
             return f"no layer runs in FP8: {reasons[0] if reasons else 'none was called'}"
-        if any(report.replaced or report.notes for report in self._reports):
+        if any(one.replaced or one.notes or one.compilation for one in self._reports):
             return None
         left = [
             f"{one.name or one.piece}: {one.reason}"

@@ -166,6 +166,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes saved for backward."""
     memory_bytes: int = 0
     compiled: bool = False
+    compiled_by_accelerate: bool = False
+    """`stepscope.accelerate` compiles the model: it does not know every module of its blocks."""
     accelerated: bool = False
     """Layers are replaced by those of `stepscope.accelerate`, which are not compiled."""
     captured: bool = False

@@ -25,12 +25,6 @@ class Group(StrEnum):
 NORM, MLP, LINEAR, ATTENTION, LOSS, EMBEDDING, OPTIMIZER = GROUPS = tuple(Group)
 SDPA = "SDPA"
 """Entry among the recorded pieces: `accelerate` switches the model's attention to SDPA."""
-ATTENTION_KERNEL = "attention kernel"
-"""Entry among the recorded pieces: modules of which only naive attention is replaced."""
-ROTARY = "rotary positions"
-"""Entry among the recorded pieces: modules that rotate heads, and compute nothing else."""
-PARTS_OF_ATTENTION = (SDPA, ATTENTION_KERNEL, ROTARY)
-"""Pieces that leave the projections as they are."""
 _GROUP_OF = {
     "RMSNorm": NORM,
     "LayerNorm": NORM,
@@ -40,8 +34,6 @@ _GROUP_OF = {
     "linear": LINEAR,
     "attention": ATTENTION,
     "attention mask": ATTENTION,
-    ATTENTION_KERNEL: ATTENTION,
-    ROTARY: ATTENTION,
     SDPA: ATTENTION,
     "head and loss": LOSS,
     "embedding": EMBEDDING,

@@ -16,7 +16,6 @@ from stepscope.analysis.advice.facts import MODEL_PHASES, Facts, PhaseWork, Piec
 from stepscope.analysis.advice.pieces import (
     ACCELERATE,
     ATTENTION,
-    ATTENTION_KERNEL,
     EMBEDDING,
     GROUPS,
     IN_BLOCKS,
@@ -25,7 +24,6 @@ from stepscope.analysis.advice.pieces import (
     MLP,
     NORM,
     OPTIMIZER,
-    PARTS_OF_ATTENTION,
     SDPA,
     excluded_pieces,
     group_of,
@@ -33,6 +31,7 @@ from stepscope.analysis.advice.pieces import (
 from stepscope.analysis.advice.program import Program, setting
 from stepscope.analysis.advice.rule import Change, Left, Stage, rule
 from stepscope.analysis.advice.rules.attention import with_fused_attention
+from stepscope.analysis.advice.rules.compile import as_compiled
 from stepscope.analysis.advice.timeline import gain_ms
 from stepscope.analysis.limits import ADAMW_BYTES
 
@@ -112,10 +111,8 @@ def _with_attention(facts: Facts, group: str) -> Facts | Left | None:
     if not pieces:
         return _NOTHING
     names = {piece.piece for piece in pieces}
-    if names & {SDPA, ATTENTION_KERNEL} and facts.attention:
+    if SDPA in names and facts.attention:
         facts = with_fused_attention(facts)
-    elif names == {ATTENTION_KERNEL}:
-        return Left("no naive attention is traced")
     elif not facts.on_gpu:
         return _ON_CPU
     return _with_fused(_without_casts(facts, pieces), pieces)
@@ -126,7 +123,7 @@ def _weights(pieces: Sequence[PieceWork]) -> int:
     return sum(
         piece.modules * _WEIGHTS.get(group_of(piece.piece), 0)
         for piece in pieces
-        if piece.piece not in PARTS_OF_ATTENTION
+        if piece.piece != SDPA
     )
 
 
@@ -203,7 +200,8 @@ def call_of(facts: Facts, groups: Collection[str]) -> str:
     left = excluded_pieces((piece.piece for piece in facts.pieces or ()), groups)
     optimizer = ", optimizer" if OPTIMIZER in groups else ""
     quoted = ", ".join(f'"{name}"' for name in left)
-    exclude = f", exclude=[{quoted}]" if left else ""
+    # With a part left out, the other modules are replaced: a compiled model has no such parts.
+    exclude = f", exclude=[{quoted}], compile=False" if left else ""
     return f"stepscope.accelerate(model{optimizer}{exclude})"
 
 
@@ -283,7 +281,7 @@ def _attention(facts: Facts) -> Change | Left | None:
         rotary = sum(s.ms for piece in _found(facts, ATTENTION) for s in piece.shares)
         parts = [f"naive attention takes {naive:.3g} ms"] if naive else []
         parts += [f"rotary positions and copies of the heads take {rotary:.3g} ms"]
-        projected = any(p.piece not in PARTS_OF_ATTENTION for p in _found(facts, ATTENTION))
+        projected = any(p.piece != SDPA for p in _found(facts, ATTENTION))
         return ", ".join(parts) + ("; Q, K and V are separate matmuls" if projected else "")
 
     return _one(facts, ATTENTION, why)
@@ -346,6 +344,17 @@ def _paying(facts: Facts) -> tuple[list[str], Facts]:
     return groups, facts
 
 
+def _compiled_with_passes(facts: Facts) -> tuple[list[str], Facts]:
+    """Return the step of a model that `accelerate` compiles, with passes for its attention and its
+    loss."""
+    after = as_compiled(with_fused_attention(facts) if facts.attention else facts)
+    if facts.loss_ms > 0:
+        after = _with_fused_loss(after)
+    groups = [group for group in GROUPS if group != OPTIMIZER]
+    updated = _with_optimizer(after, OPTIMIZER)
+    return ([*groups, OPTIMIZER], updated) if isinstance(updated, Facts) else (groups, after)
+
+
 def with_all_pieces(facts: Facts) -> tuple[list[str], Facts] | Left | None:
     """Return the pieces that `accelerate` is advised for, and the step with them."""
     if facts.pieces is None:
@@ -354,6 +363,8 @@ def with_all_pieces(facts: Facts) -> tuple[list[str], Facts] | Left | None:
         return reason
     if not facts.on_gpu:
         return Left(f"{_ON_CPU.reason}: see fused attention and the fused loss")
+    if facts.compiled_by_accelerate and "compiler" not in facts.lacks:
+        return _compiled_with_passes(facts)
     groups, after = _paying(facts)
     if groups:
         # Not predicted, but they cost no time either, and may gain with another dtype.
@@ -361,7 +372,17 @@ def with_all_pieces(facts: Facts) -> tuple[list[str], Facts] | Left | None:
     return (groups, after) if groups else _NO_GAIN
 
 
-def parts_of(groups: Sequence[str]) -> str:
+def what_is_fused(facts: Facts, groups: Sequence[str]) -> str:
+    """Return what `accelerate` does, as the beginning of a sentence."""
+    if facts.compiled_by_accelerate:
+        more = " and one for the update" if OPTIMIZER in groups else ""
+        return (
+            "the model is compiled, with fused kernels for attention and for head and loss" + more
+        )
+    return f"fused kernels replace {_parts_of(groups)}"
+
+
+def _parts_of(groups: Sequence[str]) -> str:
     words = {
         NORM: "norms",
         MLP: "gated MLPs",
@@ -387,7 +408,7 @@ def _accelerate(facts: Facts) -> Change | Left | None:
     return Change(
         after=after,
         gain_bytes=bytes_saved(facts, after),
-        why=f"fused kernels replace {parts_of(groups)}: fewer launches, and each tensor is read and"
+        why=f"{what_is_fused(facts, groups)}: fewer launches, and each tensor is read and"
         " written once",
         risk=NUMERICS,
         lines=("import stepscope", call_of(facts, groups)),

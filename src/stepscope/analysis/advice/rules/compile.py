@@ -37,7 +37,9 @@ _ACCELERATED = Left(
 _NO_COMPILER = Left("this machine has no compiler for torch.compile")
 
 
-def _as_compiled(facts: Facts) -> Facts:
+def as_compiled(facts: Facts) -> Facts:
+    """Return the step with its memory-bound kernels fused by torch.compile."""
+
     def fused(work: PhaseWork) -> PhaseWork:
         time, launches = _LEFT_BY_COMPILER[facts.on_gpu], _LAUNCHES_LEFT
         if work.runs is not None:
@@ -53,7 +55,7 @@ def _as_compiled(facts: Facts) -> Facts:
 def _compile(facts: Facts) -> Change | Left | None:
     if reason := _not_compilable(facts):
         return reason
-    after = _as_compiled(facts)
+    after = as_compiled(facts)
     late = host_limits_ms(facts)
     shown = late >= _SHOWN_WAIT * facts.step_ms
     waits = f", and the device waits {late:.3g} ms for launches" if shown else ""
@@ -118,7 +120,7 @@ def _graph(facts: Facts) -> Change | Left | None:
         return Left(
             "gradient accumulation: the next forward pass overwrites the gradients of a graph"
         )
-    compiled = facts if facts.compiled else _as_compiled(facts)
+    compiled = facts if facts.compiled else as_compiled(facts)
     after = compiled.with_work(lambda work: replace(work, launches=0.0))
     if wall_ms(after) > _GRAPH_OF_COMPILED * wall_ms(compiled):
         return Left("a compiled step does not wait for the CPU")

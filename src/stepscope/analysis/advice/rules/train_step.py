@@ -12,7 +12,7 @@ from stepscope.analysis.advice.rules.accelerate import (
     NUMERICS,
     bytes_saved,
     call_of,
-    parts_of,
+    what_is_fused,
     with_all_pieces,
 )
 from stepscope.analysis.advice.timeline import host_limits_ms, wall_ms
@@ -92,7 +92,7 @@ def _accelerated_step(facts: Facts) -> Change | Left | None:
     return Change(
         after=after,
         gain_bytes=bytes_saved(facts, after),
-        why=f"fused kernels replace {parts_of(groups)}; the device would wait {late:.3g} ms for"
+        why=f"{what_is_fused(facts, groups)}; the device would wait {late:.3g} ms for"
         " their launches, and a graph is one launch",
         risk=f"{NUMERICS}; {_FIXED_SHAPES}",
         lines=("import stepscope", call_of(facts, groups), *_step_lines(facts)),
