@@ -46,17 +46,14 @@ class Experts(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inputs = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.states = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.update = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x):
-        h = [x.new_zeros(BATCH, WIDTH) for _ in self.states]
+        h = x.new_zeros(BATCH, WIDTH)
         steps = []
         for t in range(TOKENS):  # loop_over_time
-            y = x[:, t]
-            for layer, (of_input, of_state) in enumerate(zip(self.inputs, self.states)):
-                y = h[layer] = torch.tanh(of_input(y) + of_state(h[layer]))
-            steps.append(y)
+            h = torch.tanh(self.update(torch.cat((x[:, t], h), -1)))
+            steps.append(h)
         return torch.stack(steps, 1)
 
 

@@ -48,7 +48,7 @@ def as_one_range(batches: Any) -> Iterator[None]:
     if getattr(batches, "_num_workers", 0):
         yield
         return
-    record: Any = torch._C._autograd._enable_record_function  # type: ignore[attr-defined]
+    record: Any = torch._C._autograd._enable_record_function
     with record_function(batches._profile_name), _disable_current_modes():
         record(False)
         try:
