@@ -30,7 +30,7 @@ from stepscope.advisor.advise.interleaved import (
     TrialProcess,
     TurnResult,
 )
-from stepscope.advisor.advise.outcome import Tried, best_of
+from stepscope.advisor.advise.outcome import Tried, attributed, best_of
 from stepscope.advisor.advise.verification import Deadline, Verification, outcome, template
 from stepscope.advisor.advise.view import trial_blocks
 from stepscope.advisor.inspect.order import Order
@@ -177,6 +177,12 @@ def test_predictions_are_corrected_by_what_a_change_gains_on_top(tmp_path: Path)
         history = {one.code: one for one in read_history()}
     assert history["train-step"].realized_ms == pytest.approx((60 - 15) * 50 / 126, rel=0.05)
     assert history["train-step"].predicted_ms > 0
+
+
+def test_gains_below_the_noise_correct_no_prediction() -> None:
+    for noise, corrections in ((0.1, 1), (60.0, 0)):
+        both, one = tried(30.0, BFLOAT16, UPDATE, noise=noise), tried(31.0, UPDATE, noise=noise)
+        assert len(attributed(Tried(one), [Tried(both)])) == corrections
 
 
 def test_a_time_limit_keeps_the_best_so_far(

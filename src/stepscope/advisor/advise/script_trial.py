@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -154,7 +153,6 @@ class Runs:
         self._start = start
         self._script: Script | None = None
         self._alive: dict[str, TrialProcess] = {}
-        self._stack = ExitStack()
         self.starts = 0
         """Number of starts of the script so far."""
 
