@@ -295,6 +295,22 @@ def test_compiled_trials_need_more_time() -> None:
         assert deadline.allows(other) is compiled
 
 
+def test_trials_that_share_a_process_need_less_time() -> None:
+    base = msgspec.convert(tried().config, Trial).base
+    one = Trial(base=base, advice=(BFLOAT16,), step_ms=1.0)
+    deadline = Deadline(60.0, lambda: 0.0)
+    deadline.took(one, 80.0)
+    assert not deadline.allows(one)
+    assert deadline.allows(one, shares=True)
+    deadline.took(one, 70.0, shares=True)
+    assert not deadline.allows(one, shares=True)
+
+
+def test_an_interval_beyond_a_step_is_cut() -> None:
+    assert re.fullmatch(r"100 µs \[−\d+ µs, \d+ µs\]", Tried(tried(49.9)).gain_text)
+    assert "[below −50.0 ms, " in Tried(tried(49.9, noise=98.0)).gain_text
+
+
 def test_a_compilation_that_would_take_too_long_does_not_come_first() -> None:
     base = msgspec.convert(tried().config, Trial).base
     one, other = (Trial(base=base, advice=(what,), step_ms=1.0) for what in (BFLOAT16, COMPILE))

@@ -23,7 +23,7 @@ from stepscope.records.stats import (
     summarize,
 )
 from stepscope.report.blocks import Interval
-from stepscope.report.format import percent
+from stepscope.report.format import duration, percent
 from stepscope.runner.runner import OUT_OF_TIME
 
 LOSS_WITHIN = 0.05
@@ -120,6 +120,15 @@ class Tried:
             return None
         value, low, high = (base * (1 - one) for one in (ratio.value, ratio.high, ratio.low))
         return Interval(value=value, low=low, high=high)
+
+    @property
+    def gain_text(self) -> str:
+        """The realized gain with its interval, whose lower end says little below a whole step."""
+        gain, base = self.realized, self.base_ms
+        if gain is None or base is None:
+            return ""
+        low = f"below {duration(-base)}" if gain.low < -base else duration(gain.low)
+        return f"{duration(gain.value)} [{low}, {duration(gain.high)}]"
 
     @property
     def without_effect(self) -> str:

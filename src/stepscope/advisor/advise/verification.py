@@ -52,10 +52,16 @@ class Deadline:
         self._compiler_s = kernels and _COMPILER_S + _COMPILER_S_PER_KERNEL[on_gpu] * kernels
         self._started = self._clock()
         self._longest: dict[bool, float] = {}
+        self._longest_shared = 0.0
 
-    def took(self, trial: Trial, seconds: float) -> None:
+    def took(self, trial: Trial, seconds: float, *, shares: bool = False) -> None:
+        """Note how long a trial took; it `shares` the process of an earlier one, or starts its own
+        programs."""
         kind = compiles(trial)
-        self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
+        if shares:
+            self._longest_shared = max(seconds, self._longest_shared)
+        else:
+            self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
 
     def limit_s(self, trial: Trial, *, others: bool) -> float | None:
         """Return the time after which a trial is ended. If there are `others`, which need no
@@ -63,17 +69,17 @@ class Deadline:
         left = self.left_s
         return left and left * (_COMPILED_AT_MOST if others and compiles(trial) else 1.0)
 
-    def allows(self, trial: Trial, *, others: bool = False) -> bool:
+    def allows(self, trial: Trial, *, others: bool = False, shares: bool = False) -> bool:
         """Return True if there is time for a trial: as for the longest one so far of its kind, with
         or without a compiler; the first of a kind is estimated from the other kind, and from the
-        kernels to compile."""
+        kernels to compile. One that shares a process costs its steps only."""
         left = self.limit_s(trial, others=others)
         kind = compiles(trial)
         other = self._longest.get(not kind, 0.0)
         first = other / _COMPILED_OVER_PLAIN
         if kind:
             first = max(_COMPILED_OVER_PLAIN * other, self._compiler_s)
-        guess = self._longest.get(kind, first)
+        guess = self._longest_shared if shares else self._longest.get(kind, first)
         return left is None or (left > 0 and guess <= left)
 
     @property
@@ -131,7 +137,7 @@ class Verification:
             plan = self.plan(without)
             for planned in plan.trials():
                 trial = self._trial(planned, plan)
-                if self._deadline.allows(trial, others=others):
+                if self._deadline.allows(trial, others=others, shares=self._shares(trial)):
                     return trial
                 late[trial.code] = None
         if late:
@@ -141,6 +147,14 @@ class Verification:
     @property
     def _compiled(self) -> frozenset[str]:
         return frozenset(one.code for one in self._space.reachable if "compile" in one.setting)
+
+    def _shares(self, trial: Trial) -> bool:
+        """Return True if the newest process with changes can probably run the trial."""
+        started = next((one for one in reversed(self._tried) if not one.shares_process), None)
+        if started is None or trial.program is None or started.record.status != "ok":
+            return False
+        settings, had = trial.settings.items(), started.trial.settings.items()
+        return settings < had and switchable(dict(had - settings))
 
     @property
     def _others(self) -> bool:
@@ -173,10 +187,11 @@ class Verification:
         start = time.monotonic()
         within_s = self._deadline.limit_s(trial, others=self._others)
         self._runner.run([case], self._run, self._store, observer, retry=True, within_s=within_s)
-        self._deadline.took(trial, time.monotonic() - start)
         record = self._record(case.study, case.key)
         assert record is not None
         tried = Tried(record)
+        took_s = time.monotonic() - start
+        self._deadline.took(trial, took_s, shares=tried.shares_process)
         self._log(outcome(tried))
         if not tried.is_vague and (verified := tried.verified()) is not None:
             add_to_history([verified])
@@ -207,10 +222,10 @@ def template(
 
 def outcome(tried: Tried) -> str:
     """Return the result of a trial as one line, with the time that it took."""
-    gain, took = tried.realized, duration(1e3 * tried.record.elapsed_s)
-    if gain is None or tried.predicted_ms is None or tried.without_effect:
+    took = duration(1e3 * tried.record.elapsed_s)
+    if tried.realized is None or tried.predicted_ms is None or tried.without_effect:
         return f"{tried.trial.code}: {tried.verdict} ({took})"
     return (
-        f"{tried.trial.code}: {duration(gain.value)} [{duration(gain.low)}, {duration(gain.high)}]"
-        f" gained, {duration(tried.predicted_ms)} predicted; {tried.verdict} ({took})"
+        f"{tried.trial.code}: {tried.gain_text} gained, {duration(tried.predicted_ms)} predicted;"
+        f" {tried.verdict} ({took})"
     )

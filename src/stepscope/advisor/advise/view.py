@@ -225,11 +225,9 @@ def _no_gain(tried: Sequence[Tried]) -> Finding:
         assert base is not None
         code = "advise.not-shown"
         values |= {"change": most.trial.code, "gain_ms": gain.value, "high_ms": gain.high}
-        low, high = duration(gain.low), duration(gain.high)
         text = (
             f"No gain is shown. The largest measured gain, of {most.trial.code}, is"
-            f" {duration(gain.value)} [{low}, {high}] of {duration(base)}; more rounds (--rounds)"
-            " narrow the interval."
+            f" {most.gain_text} of {duration(base)}; more rounds (--rounds) narrow the interval."
         )
     tone: Tone = "info" if code == "advise.no-gain" else "warn"
     return Finding(code=code, values=values, records=_ids(tried), text=text, tone=tone)
