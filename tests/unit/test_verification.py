@@ -306,9 +306,9 @@ def test_trials_that_share_a_process_need_less_time() -> None:
     assert not deadline.allows(one, shares=True)
 
 
-def test_an_interval_beyond_a_step_is_cut() -> None:
+def test_the_text_of_an_interval_is_cut_a_step_below_the_gain() -> None:
     assert re.fullmatch(r"100 µs \[−\d+ µs, \d+ µs\]", Tried(tried(49.9)).gain_text)
-    assert "[below −50.0 ms, " in Tried(tried(49.9, noise=98.0)).gain_text
+    assert "−70.0 ms [below −120 ms, " in Tried(tried(120.0, noise=90.0)).gain_text
 
 
 def test_a_compilation_that_would_take_too_long_does_not_come_first() -> None:

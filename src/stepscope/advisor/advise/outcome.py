@@ -123,11 +123,12 @@ class Tried:
 
     @property
     def gain_text(self) -> str:
-        """The realized gain with its interval, whose lower end says little below a whole step."""
+        """The realized gain with its interval, whose lower end says little a whole step below it."""
         gain, base = self.realized, self.base_ms
         if gain is None or base is None:
             return ""
-        low = f"below {duration(-base)}" if gain.low < -base else duration(gain.low)
+        least = gain.value - base
+        low = f"below {duration(least)}" if gain.low < least else duration(gain.low)
         return f"{duration(gain.value)} [{low}, {duration(gain.high)}]"
 
     @property
