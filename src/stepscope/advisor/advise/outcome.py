@@ -123,7 +123,7 @@ class Tried:
 
     @property
     def gain_text(self) -> str:
-        """The realized gain with its interval, whose lower end says little a whole step below it."""
+        """The realized gain with its interval, which is cut a whole step below it."""
         gain, base = self.realized, self.base_ms
         if gain is None or base is None:
             return ""
