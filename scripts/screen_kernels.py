@@ -318,30 +318,6 @@ def variants() -> list[Variant]:
             AMAX=half != 64,
             **shape,
         )
-    for half, rest, out, adjacent in (
-        (32, 0, x, True),
-        (64, 0, f, True),
-        (64, 0, x, False),
-        (40, 0, x, True),
-        (16, 32, x, False),
-    ):
-        tile = {"BLOCK_S": 2, "BLOCK_H": 16, "BLOCK_PAIRS": triton.next_power_of_2(half)}
-        case(
-            (
-                "rotary tile",
-                half,
-                adjacent,
-            ),
-            triton_rotary.rotary_tile_kernel,
-            [x, out, f, f] + [i] * 11 + ["fp32"],
-            PAIRS=half,
-            D=2 * half + rest,
-            INTERLEAVED=adjacent,
-            BLOCK_REST=rest,
-            warps=4,
-            odd=("S", "H", "pair_stride"),
-            **tile,
-        )
     rows = launches.gather_heads(768)
     for summed in (False, True):
         case(

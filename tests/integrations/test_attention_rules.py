@@ -32,6 +32,7 @@ ALTERNATE = {
 NAIVE = {"attn_implementation": "eager"}
 """Earlier versions of transformers use SDPA by default, and ignore soft-capping there."""
 LATER = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 GPT2 = {
     "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
@@ -49,6 +50,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[Names, Names]]] = {
         SIZES | ALTERNATE | {"num_local_experts": 2, "num_experts_per_tok": 1},
         ((W, SINKS), (SINKS,)),
     ),
+    # Its window is 0 by default, and a class of the model has experts in its name.
+    "Qwen2Moe": ("ForCausalLM", SIZES | EXPERTS, ((), ())),
     "GPT2": ("LMHeadModel", GPT2, ((), ())),
 }
 WITHOUT_POSITIONS = ("GptOss",)

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from torch import nn
 
 from own_records import attached, tried
 from stepscope.acceleration.accelerate import _PIECES
@@ -14,6 +16,7 @@ from stepscope.advisor.advise.cases import OF_SCRIPTS, Script, Trial
 from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.outcome import Tried
 from stepscope.advisor.advise.view import not_tried, trial_blocks
+from stepscope.advisor.trial.accelerated import Acceleration
 from stepscope.analysis.advice.changes import (
     Advice,
     advise,
@@ -129,6 +132,26 @@ def test_a_model_that_accelerate_compiles() -> None:
     assert set(alone.setting) == {"linear", "embedding", "optimizer"}
 
 
+def test_a_trial_applies_what_a_gpu_gets_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with blocks that are not known is compiled, in one form for all timed steps; parts
+    alone replace modules."""
+    monkeypatch.setattr(
+        "stepscope.advisor.trial.accelerated.is_compiled_by_default", lambda _: True
+    )
+    forms = []
+    for groups in (GROUPS, ["norm"]):
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        trial = Acceleration()
+        trial.add(groups)
+        trial.apply(model, [torch.optim.AdamW(model.parameters())])
+        (report,) = trial._reports
+        forms.append(report.compilation is not None)
+        if report.compilation is not None:
+            assert "compiled with passes" in str(report)
+        assert trial.without_effect() is None
+    assert forms == [True, False]
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_only_the_update_of_a_graph_saves_the_casts_of_weights(captured: bool) -> None:
     backward, optimizer = facts().phases[1:]
@@ -178,7 +201,8 @@ def test_pieces_that_do_not_pay_are_excluded() -> None:
     assert "attention" not in advice["accelerate"].setting
     assert advice["fused-loss"].lines == (
         "stepscope.accelerate(model,"
-        ' exclude=["attention", "residual block", "gated MLP", "RMSNorm", "embedding", "linear"], compile=False)',
+        ' exclude=["attention", "residual block", "gated MLP", "RMSNorm", "embedding", "linear"],'
+        " compile=False)",
     )
     # With bfloat16 it gains, and the whole has it.
     later = predicted(afterwards(step, ["bfloat16"]))

@@ -14,6 +14,7 @@ from stepscope.analysis.advice.changes import WORTH, advise, afterwards, applica
 from stepscope.analysis.advice.facts import Facts, PhaseWork, Runs
 from stepscope.analysis.advice.timeline import wall_ms, with_launch_time
 from stepscope.records.plans import (
+    AS_IT_IS,
     Application,
     BlockGroup,
     BlockSettings,
@@ -450,7 +451,13 @@ def planned_step(what: str, size: int, *peaks: int) -> PlannedStep:
             again_s=0.002 * index,
             exposed_s=0.0,
             groups=(
-                BlockGroup(number=4, words="plan", saved=1, to_host=0, again_s=0.0005 * index),
+                BlockGroup(
+                    number=4,
+                    words="recompute" if index else AS_IT_IS,
+                    saved=1,
+                    to_host=0,
+                    again_s=0.0005 * index,
+                ),
             ),
         )
         for index, peak in enumerate(peaks)

@@ -96,6 +96,14 @@ def test_compiled_blocks_need_less_than_eager_ones() -> None:
     assert abs(whole.peak.allocated - blocks.peak.allocated) < hidden
 
 
+def test_stand_ins_refer_to_no_activations_after_the_backward_pass() -> None:
+    model, optimizer, batch = model_and_batch()
+    eager = stepscope.predict(model, optimizer, batch, loss_fn=square).phases[-1]
+    blocks = stepscope.predict(model, optimizer, batch, loss_fn=square, compile="blocks").phases[-1]
+    assert eager.phase == blocks.phase == "optimizer"
+    assert eager.allocated == blocks.allocated
+
+
 def test_plans_of_compiled_blocks_copy_nothing_to_host_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -18,7 +18,7 @@ from stepscope.errors import StepscopeError, UsageError
 from stepscope.measure.ledger import StorageLedger, line_of_code
 from stepscope.planning.application import application_of, apply_plan
 from stepscope.planning.blocks import repeated_blocks, structures
-from stepscope.planning.fake_run import StepOptions
+from stepscope.planning.fake_run import FakeStep, StepOptions
 from stepscope.planning.fake_step import Fakes
 from stepscope.planning.frontier import MemoryPlan
 from stepscope.planning.host_copies import HostCopies
@@ -122,8 +122,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def plans_for(model: nn.Module, batch: Any, loss: Any) -> list[MemoryPlan]:
     fakes = Fakes(line_of_code)
     with fakes.active():
-        fake_model, optimizer = fakes.copy(model, sgd(model))
-        return plans_of(fake_model, optimizer, fakes.batch(batch), StepOptions(loss), known_rates())
+        step = FakeStep.of(fakes, model, sgd(model), batch, StepOptions(loss))
+        return plans_of(step, known_rates())
 
 
 def budget_for(plan: MemoryPlan) -> int:

@@ -14,7 +14,7 @@ from torch.nn import functional
 import stepscope
 from stepscope.cli import main
 from stepscope.errors import UsageError
-from stepscope.planning.fake_run import predict_fake
+from stepscope.planning.fake_run import FakeStep, predict_fake
 from stepscope.planning.loop import FakeLoop, RealLoop
 from stepscope.planning.simulated_bytes import WORKSPACE
 from stepscope.planning.variants import planned_steps
@@ -76,12 +76,21 @@ def test_a_script_is_planned_and_measured(
     plain = json.loads(capfd.readouterr().out)["fit"]
     assert plain["plan"]["groups"] == plain["frontier"]["plans"][0]["groups"]
     assert (plain["model"], plain["batch"], plain["apply"]["blocks"]) == ("Model", 8, {})
-    budget = str(round(1.05 * plain["frontier"]["plans"][-1]["peak"]))
-    words = ["--budget", budget, "--verify", "--steps", "1", "--frontier", "plans.svg", "--json"]
+    budget = round(1.05 * plain["frontier"]["plans"][-1]["peak"])
+    words = [
+        "--budget",
+        f"{budget} B",
+        "--verify",
+        "--steps",
+        "1",
+        "--frontier",
+        "plans.svg",
+        "--json",
+    ]
     assert main(["fit", *words, train]) == 0
     answer = json.loads(capfd.readouterr().out)
     fitted, measured = answer["fit"], answer["measured"]
-    assert plain["plan"]["peak"] > int(budget) >= fitted["plan"]["peak"]
+    assert plain["plan"]["peak"] > budget >= fitted["plan"]["peak"]
     assert fitted["apply"]["blocks"].keys() <= {f"blocks.{index}" for index in range(2)}
     assert measured["base"]["step_ms"] > 0 < measured["planned"]["step_ms"]
     assert "<svg" in Path("plans.svg").read_text()
@@ -200,13 +209,31 @@ def test_the_loss_of_a_loop_is_that_of_a_function() -> None:
     loop.end(loss)
     assert [tuple(one.shape) for one in loop.batch] == [(4, 100)]
     with loop.fakes.active():
-        got = predict_fake(loop.fakes, loop.model, loop.optimizer, loop.batch, loop.options)
+        step = FakeStep(loop.fakes, loop.model, loop.optimizer, loop.batch, loop.options)
+        got = predict_fake(step)
     *phases, update = (one.allocated for one in got.phases)
     *others, other = (one.allocated for one in expected.phases)
     assert phases == others
     # The variable of the loss.
     assert update == other + 512
     assert got.kinds == expected.kinds
+
+
+def test_a_program_may_read_values_of_its_batch() -> None:
+    class Masked(nn.Linear):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            assert mask is not None
+            out = super().forward(x)
+            return out if bool(mask.bool().all()) else out.masked_fill(~mask.bool(), 0.0)
+
+    model = Masked(64, 64)
+    loop = FakeLoop(model, torch.optim.SGD(model.parameters(), 0.1))
+    mask = torch.ones(8, 64, dtype=torch.long)
+    mask[:, 50:] = 0
+    outputs = loop.call(model, (torch.randn(8, 64),), {"mask": mask})
+    loop.end(outputs.square().mean())
+    assert not loop.fakes.values.assumed
+    assert mask.sum().item() == 8 * 50
 
 
 def test_a_variable_of_the_loop_is_alive_until_it_is_assigned_again() -> None:
@@ -222,8 +249,8 @@ def test_a_variable_of_the_loop_is_alive_until_it_is_assigned_again() -> None:
             del outputs
         loop.end(loss)
         with loop.fakes.active():
-            step = loop.fakes, loop.model, loop.optimizer, loop.batch, loop.options
-            return predict_fake(*step).peak.allocated
+            step = FakeStep(loop.fakes, loop.model, loop.optimizer, loop.batch, loop.options)
+            return predict_fake(step).peak.allocated
 
     assert predicted(keeps=True) - predicted(keeps=False) == 4 * 1024 * 512
 
@@ -257,4 +284,5 @@ def test_a_size_that_the_program_cannot_run_is_left_out() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     planned = planned_steps(loop, model, optimizer, 1 << 30, compiled=False)
     assert [(one.what, one.size) for one in planned] == [("step", 4), ("batch", 8)]
+    assert planned[1].largest > 1000
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -14,9 +14,9 @@ import torch
 from planted_lines import COSTLY, GOOD, planted
 from stepscope.advisor.verdict import program_verdict
 from stepscope.analysis.lines.costs import with_costs
-from stepscope.analysis.lines.facts import ATTACHMENT, Lines, Loading, Place, Site
+from stepscope.analysis.lines.facts import ATTACHMENT, Lines, Loading, Loop, Place, Site
 from stepscope.analysis.lines.observed import WAIT, Observed
-from stepscope.analysis.lines.rules import costly_lines
+from stepscope.analysis.lines.rules import costly_lines, module_loops
 from stepscope.analysis.lines.syntax import Source
 from stepscope.analysis.trace.steps import find_steps
 from stepscope.analysis.trace.work import device_work
@@ -250,6 +250,16 @@ def test_loading_that_is_hidden_is_not_named() -> None:
             on_device=True, step_ms=100.0, places=(place,), loading=(loading,), loading_ms=waits_ms
         )
         assert len(costly_lines(lines)) == named
+
+
+@pytest.mark.parametrize(("carried", "independent"), [(0, 1), (300, 0)])
+def test_two_layers_of_a_recurrent_network_are_a_chain(carried: int, independent: int) -> None:
+    """In each of 100 time steps, 3 of the 4 operators of the second layer need the first one."""
+    loop = Loop(
+        place=0, entries=100, iterations=200, operators=800, carried=carried, matmuls=400,
+        parameters=200, parameter_reads=200,
+    )  # fmt: skip
+    assert len(list(module_loops(Lines(on_device=True, loops=(loop,))))) == independent
 
 
 def test_syntax_finds_the_loops_around_a_position() -> None:

@@ -84,6 +84,27 @@ def test_bursts_of_batches_make_the_step_as_long_as_on_average(tmp_path: Path) -
     assert operators - between < 0.5 * facts.step_ms
 
 
+def collated(samples: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """A batch that takes more operators to make than to train on."""
+    x, y = (torch.stack(several) for several in zip(*samples, strict=True))
+    return sum((x / 4_000 for _ in range(4_000)), torch.zeros(())), y
+
+
+def test_operators_that_make_a_batch_are_no_part_of_the_recording(tmp_path: Path) -> None:
+    x, y = batch()
+    data = TensorDataset(x.repeat(16, *[1] * (x.dim() - 1)), y.repeat(16))
+    train_on(iter(DataLoader(data, batch_size=len(x), collate_fn=collated)), tmp_path)
+    lead = only(tmp_path)
+    assert lead.missing == ""
+    assert lead.summary is not None
+    assert sum(one.count for one in lead.summary.uses) < 2_000
+    facts = facts_of(lead.record)
+    (outside,) = (work for work in facts.phases if work.name == "outside")
+    assert facts.data_ms > 0.5 * facts.step_ms
+    assert outside.classes[BETWEEN] == pytest.approx(facts.data_ms, rel=0.5)
+    assert facts.device_ms == pytest.approx(facts.step_ms, rel=0.01)
+
+
 def test_the_first_batch_of_an_epoch_is_not_part_of_a_step(tmp_path: Path) -> None:
     epochs = (one for _ in range(3) for one in loader(5))
     train_on(epochs, tmp_path)

@@ -17,15 +17,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import stepscope
 from stepscope.errors import UsageError
 from stepscope.measure.ledger import line_of_code
-from stepscope.planning.fake_run import StepOptions
+from stepscope.planning.fake_run import FakeStep, MemoryPrediction, StepOptions
 from stepscope.planning.fake_step import Fakes
+from stepscope.planning.forms import Form
 from stepscope.planning.frontier import MemoryPlan
 from stepscope.planning.operators import known_rates
 from stepscope.planning.plans import plans_of
 from stepscope.planning.ranks import ONE_RANK, Ranks
 from stepscope.planning.simulated_bytes import WORKSPACE
+from stepscope.records.memory import BUCKETS, GATHERED
 
 WIDTH, RANKS = 256, 4
 
@@ -110,9 +113,8 @@ def counted_with_fsdp2(model: Model, tokens: Tensor, dtype: torch.dtype | None) 
 def planned(model: Model, tokens: Tensor, ranks: Ranks, dtype: Any = None) -> list[MemoryPlan]:
     fakes = Fakes(line_of_code)
     with fakes.active():
-        fake, optimizer = fakes.copy(model, adamw(model))
-        options = StepOptions(dtype=dtype)
-        return plans_of(fake, optimizer, fakes.batch(tokens), options, known_rates(), ranks)
+        step = FakeStep.of(fakes, model, adamw(model), tokens, StepOptions(dtype=dtype))
+        return plans_of(step, known_rates(), Form(ranks=ranks))
 
 
 @pytest.mark.parametrize(("dtype", "rows"), [(None, 32), (None, 2048), (torch.bfloat16, 32)])
@@ -124,6 +126,40 @@ def test_a_rank_of_fsdp2_has_the_bytes_of_fully_shard(
     counted = counted_with_fsdp2(Model(3), tokens, dtype)
     plan = planned(Model(3), tokens, Ranks(RANKS, "full"), dtype)[0]
     assert abs(plan.peak - WORKSPACE - counted) < 0.01 * counted
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_prediction_of_a_rank_has_the_peak_of_its_plan(dtype: torch.dtype | None) -> None:
+    tokens, model = torch.zeros(1, 32, dtype=torch.long), Model(3)
+    found = stepscope.predict(
+        model, adamw(model), tokens, loss_fn=lambda model, batch: model(batch), dtype=dtype,
+        ranks=RANKS, sharding="full",
+    )  # fmt: skip
+    assert found.peak.allocated == planned(Model(3), tokens, Ranks(RANKS, "full"), dtype)[0].peak
+    assert found.kinds[GATHERED] > 0
+    assert found.peak.unattributed == 0
+
+
+def test_a_prediction_of_ddp_has_a_line_of_its_buckets() -> None:
+    tokens, model = torch.zeros(1, 32, dtype=torch.long), Model(2)
+
+    def predicted(ranks: int) -> MemoryPrediction:
+        return stepscope.predict(
+            model, adamw(model), tokens, loss_fn=lambda model, batch: model(batch), ranks=ranks
+        )
+
+    size = sum(p.nbytes for p in model.parameters())
+    alone, ddp = predicted(1).peak, predicted(8).peak
+    assert ddp.lines[BUCKETS] == ddp.allocated - alone.allocated == size
+
+
+def test_a_model_that_is_one_graph_is_not_sharded() -> None:
+    model = Model(2)
+    with pytest.raises(UsageError, match="compiled by itself"):
+        stepscope.predict(
+            model, adamw(model), torch.zeros(1, 32, dtype=torch.long), compile="model",
+            ranks=2, sharding="full",
+        )  # fmt: skip
 
 
 def test_ddp_has_its_buckets_besides() -> None:

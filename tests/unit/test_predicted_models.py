@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import stepscope
+from stepscope.analysis.predict.fit import MARGIN
 from stepscope.analysis.predict.plan import StepPlan
 from stepscope.analysis.predict.step import predict as closed_form
 from stepscope.attention.api import attention_with
@@ -22,6 +23,7 @@ from stepscope.errors import UsageError
 from stepscope.measure.ledger import StorageLedger
 from stepscope.model import TransformerLM, find_size, with_overrides
 from stepscope.planning.fake_run import MemoryPrediction
+from stepscope.planning.fit import plans_of_step
 from stepscope.planning.simulated_bytes import WORKSPACE
 from stepscope.records.memory import (
     GRADIENTS,
@@ -367,6 +369,98 @@ def test_a_budget_names_what_fits(run: Run) -> None:
     for plan in answer["fitting"]:
         assert plan["peak_bytes"] <= 0.8 * whole["peak_bytes"]
         assert plan["batch"] < 64 or "recompute" in plan["blocks"]
+
+
+def test_the_largest_batch_that_fits_is_named(run: Run) -> None:
+    (small,) = run("--batch", "16", "--budget", "1 GiB")
+    as_it_is, *with_plans = small["fitting"]
+    batch = as_it_is["batch"]
+    assert as_it_is["blocks"] == ""
+    assert all(one["batch"] > batch for one in with_plans)
+    fits, too_large = run("--batch", str(batch), str(batch + 1))
+    assert fits["peak_bytes"] * MARGIN <= 1.002 * 2**30
+    assert too_large["peak_bytes"] * MARGIN > 0.998 * 2**30
+
+
+def test_compiled_steps_are_estimates(run: Run) -> None:
+    eager, blocks, whole = run("--batch", "64", "--compile", "no", "block", "model")
+    assert (eager["is_estimate"], blocks["is_estimate"], whole["is_estimate"]) == (
+        False,
+        True,
+        True,
+    )
+    assert blocks["peak_bytes"] < eager["peak_bytes"]
+    assert whole["peak_bytes"] < eager["peak_bytes"]
+
+
+class Experts(nn.Module):
+    """A mixture of experts, whose groups are multiplied at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, WIDTH, 2 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.arange(1, 5, dtype=torch.int32) * (len(x) // 4)
+        out: Tensor = torch._grouped_mm(x, self.weight, offs=ends)
+        return out
+
+
+def test_groups_of_experts_are_multiplied_in_any_dtype() -> None:
+    found = predicted(Experts())
+    size = 4 * WIDTH * 2 * WIDTH * 4
+    assert found.kinds[PARAMETERS] == size
+    assert found.phases[-1].lines[GRADIENTS] == size
+
+
+class HuggingFaceConfig:
+    __module__ = "transformers.configuration_utils"
+
+    def __init__(self) -> None:
+        self.use_cache = True
+
+
+class Cached(nn.Module):
+    """Adds its input to a cache, as layers of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cache: list[Tensor] | None) -> Tensor:
+        if cache is not None:
+            cache.append(x)
+            x = torch.cat(cache).sum(0, keepdim=True) + x
+        out: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+class CachingModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = HuggingFaceConfig()
+        self.layers = nn.ModuleList(Cached() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache: list[Tensor] | None = [] if self.config.use_cache else None
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x
+
+
+def test_blocks_that_run_again_have_no_cache() -> None:
+    model, batch = CachingModel(), torch.randn(4 * ROWS, WIDTH)
+    found = stepscope.predict(
+        model, adamw(model), batch, loss_fn=square, ranks=4, sharding="full", dtype=torch.bfloat16
+    )
+    assert found.peak.allocated > WORKSPACE
+    as_it_is, *_ = plans_of_step(model, adamw(model), batch, loss_fn=square)
+    fitted = stepscope.fit(model, adamw(model), batch, loss_fn=square, budget=as_it_is.peak)
+    assert fitted.plan.again_s
+    assert not model.config.use_cache
+    square(model, batch).backward()
+    fitted.undo()
+    assert model.config.use_cache
 
 
 def test_the_answer_is_in_words_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

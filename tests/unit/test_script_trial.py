@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,6 +27,7 @@ from stepscope.advisor.advise.interleaved import (
 from stepscope.advisor.advise.outcome import Tried
 from stepscope.advisor.advise.script_trial import Runs, measure_script_trial
 from stepscope.advisor.inspect.order import Order
+from stepscope.advisor.trial import process
 from stepscope.analysis.advice.changes import compatible
 from stepscope.records.schema import Quantity
 from stepscope.records.stats import sequential_ratio
@@ -158,6 +162,16 @@ def test_scripts_with_manual_or_in_backward_updates_are_tried(tmp_path: Path, so
     assert len(series["loss", "base"]) == len(series["loss", "changed"]) > 10
     assert series["loss", "base"][0] == pytest.approx(series["loss", "changed"][0], rel=0.1)
     assert result.notes == {}
+
+
+def test_cpu_time_includes_that_of_workers() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as worker:
+        start = process._cpu_s() - time.process_time()
+        deadline = time.monotonic() + 60
+        while process._cpu_s() - time.process_time() < start + 0.1:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        worker.kill()
 
 
 def test_early_end_of_a_script_is_reported(script: Path) -> None:

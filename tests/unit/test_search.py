@@ -181,7 +181,8 @@ def test_a_correction_changes_the_prediction() -> None:
         (0.99, 1.30, None, True),
         (0.90, 1.20, None, False),
         (0.60, 0.62, 0.50, True),
-        (0.495, 0.515, 0.50, False),
+        (0.495, 0.515, 0.50, True),  # They differ by less than a change must gain.
+        (0.50, 0.56, 0.50, False),
     ],
 )
 def test_a_trial_ends_when_its_sign_and_size_are_known(

@@ -30,7 +30,7 @@ from stepscope.advisor.advise.interleaved import (
     TrialProcess,
     TurnResult,
 )
-from stepscope.advisor.advise.outcome import Tried, best_of
+from stepscope.advisor.advise.outcome import Tried, attributed, best_of
 from stepscope.advisor.advise.verification import Deadline, Verification, outcome, template
 from stepscope.advisor.advise.view import trial_blocks
 from stepscope.advisor.inspect.order import Order
@@ -82,7 +82,7 @@ class PlantedRunner:
             self.asked.append(code)
             self.trials.append(trial)
             _, before = store.finished(run.id).get((case.study, case.key), ("", 0))
-            self._clock[0] += self._seconds
+            self._clock[0] += min(self._seconds, within_s or self._seconds)
             how: dict[str, Any] = {"id": f"id-{code}-{before}", "run": run.id}
             if code in self._failing:
                 how |= {"status": "error"}
@@ -114,6 +114,7 @@ def verify(
 ) -> PlantedRunner:
     clock = [0.0]
     runner = PlantedRunner(seconds, clock, failing)
+    tmp_path.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patched, Store(tmp_path / "records.db") as own:
         patched.setattr(verification.time, "monotonic", lambda: clock[0])
         patched.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -178,6 +179,12 @@ def test_predictions_are_corrected_by_what_a_change_gains_on_top(tmp_path: Path)
     assert history["train-step"].predicted_ms > 0
 
 
+def test_gains_below_the_noise_correct_no_prediction() -> None:
+    for noise, corrections in ((0.1, 1), (60.0, 0)):
+        both, one = tried(30.0, BFLOAT16, UPDATE, noise=noise), tried(31.0, UPDATE, noise=noise)
+        assert len(attributed(Tried(one), [Tried(both)])) == corrections
+
+
 def test_a_time_limit_keeps_the_best_so_far(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,6 +208,22 @@ def test_a_trial_that_was_cut_off_is_tried_again(tmp_path: Path) -> None:
     assert first.asked == second.asked == [WHOLE]
     assert WHOLE not in third.asked
     assert set(third.asked[:3]) == set(TIMES) - {WHOLE}
+
+
+def test_a_trial_has_a_share_of_the_time(tmp_path: Path) -> None:
+    trials = verify(tmp_path, within_s=100.0).trials
+    # The best combination has three changes, each of which is then left out.
+    assert trials[0].within_s == pytest.approx(100 / 4)
+    assert trials[1].within_s == pytest.approx(90 / 4)
+    assert {one.within_s for one in verify(tmp_path / "more").trials} == {0.0}
+
+
+def test_a_compilation_that_takes_too_long_leaves_time_for_other_changes(tmp_path: Path) -> None:
+    """The runner takes 70 s for each trial, of which a compilation may have 60."""
+    runner = verify(tmp_path, seconds=70.0, within_s=100.0, only=("compile", "fused-optimizer"))
+    assert runner.limits[0] == pytest.approx(60.0)
+    assert "compile" in runner.asked[0]
+    assert runner.asked[1] == "fused-optimizer"
 
 
 def test_a_combination_that_breaks_the_program_does_not_stop_the_search(tmp_path: Path) -> None:
@@ -272,14 +295,38 @@ def test_compiled_trials_need_more_time() -> None:
         assert deadline.allows(other) is compiled
 
 
+def test_trials_that_share_a_process_need_less_time() -> None:
+    base = msgspec.convert(tried().config, Trial).base
+    one = Trial(base=base, advice=(BFLOAT16,), step_ms=1.0)
+    deadline = Deadline(60.0, lambda: 0.0)
+    deadline.took(one, 80.0)
+    assert not deadline.allows(one)
+    assert deadline.allows(one, shares=True)
+    deadline.took(one, 70.0, shares=True)
+    assert not deadline.allows(one, shares=True)
+
+
+def test_the_text_of_an_interval_is_cut_a_step_below_the_gain() -> None:
+    assert re.fullmatch(r"100 µs \[−\d+ µs, \d+ µs\]", Tried(tried(49.9)).gain_text)
+    assert "−70.0 ms [below −120 ms, " in Tried(tried(120.0, noise=90.0)).gain_text
+
+
 def test_a_compilation_that_would_take_too_long_does_not_come_first() -> None:
     base = msgspec.convert(tried().config, Trial).base
     one, other = (Trial(base=base, advice=(what,), step_ms=1.0) for what in (BFLOAT16, COMPILE))
-    for kernels, compiled in ((5_000, True), (60_000, False)):
-        deadline = Deadline(120.0, lambda: 0.0, kernels)
+    for kernels, on_gpu, compiled in (
+        (5_000, True, True),
+        (60_000, True, False),
+        (8_000, False, False),
+    ):
+        deadline = Deadline(120.0, lambda: 0.0, kernels, on_gpu=on_gpu)
         assert deadline.allows(one)
         assert deadline.allows(other) is compiled
     assert Deadline(0.0, lambda: 0.0, 60_000).allows(other)
+    # Others come first if they would have too little time after it.
+    half = Deadline(60.0, lambda: 0.0, 5_000)
+    assert half.allows(other)
+    assert not half.allows(other, others=True)
 
 
 def test_record_stores_its_advice() -> None:

@@ -60,10 +60,6 @@ class Run(NamedTuple):
         return [*self.outputs, *self.gradients]
 
 
-class NotReplacedError(Exception):
-    """A replacement found nothing to replace in its first call, and says why."""
-
-
 class Alike:
     """What a comparison shows for the other layers of the same kind in a model: those of its class,
     with tensors of the same shapes and dtypes."""
@@ -109,8 +105,6 @@ def difference(
             actual = _run(module, replaced, args, kwargs, gradients)
     except torch.OutOfMemoryError:
         raise
-    except NotReplacedError as error:
-        return str(error)
     except Exception as error:
         # Dynamo has that of a backend within another one.
         cause = getattr(error, "inner_exception", error)

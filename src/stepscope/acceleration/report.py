@@ -101,7 +101,7 @@ class Report:
             lines.append(f"  {FP8:<18} {self._fp8_layers(self.fp8, left_as_they_are)}")
         if len(lines) == 1:
             lines = [f"{self.model_name}: nothing to accelerate"]
-        elif self.on_cpu:
+        elif self.on_cpu and self.compilation is None:
             lines.append("on a CPU the replacements run in plain PyTorch; the kernels need a GPU")
         reasons: dict[tuple[str, str], list[str]] = {}
         # A layer that never runs in FP8 may also have been decided in a call.

@@ -1,5 +1,4 @@
-"""Rotary position embedding: in place in a projection that is viewed as heads for attention, or out
-of place in heads.
+"""Rotary position embedding, in place in a projection that is viewed as heads for attention.
 
 A projection returns (batch, seq, heads · d_head). Attention reads (batch, heads, seq, d_head) with
 any strides, so the heads are a view, and a gradient with the strides of its input already has the
@@ -18,62 +17,20 @@ from stepscope.attention.packed import split_heads
 from stepscope.kernels.launch import kernels_take
 from stepscope.kernels.tensor_facts import noted_scaled
 from stepscope.torch_tools.derivatives import differentiable_once
-from stepscope.torch_tools.triton_available import supports_dtype
 
 
 def plain_rotate(
     x: Tensor,  # (..., seq, d_head)
     cos: Tensor,  # (..., context, pairs)
     sin: Tensor,
-    interleaved: bool = False,
 ) -> Tensor:
     cos, sin = cos[..., : x.shape[-2], :], sin[..., : x.shape[-2], :]
     pairs = cos.shape[-1]
     rest = x.shape[-1] - 2 * pairs
-    if interleaved:
-        both, *more = torch.split(x.to(cos.dtype), [2 * pairs] + [rest] * (rest > 0), dim=-1)
-        first, second = both[..., 0::2], both[..., 1::2]
-    else:
-        sizes = [pairs, pairs] + [rest] * (rest > 0)
-        first, second, *more = torch.split(x.to(cos.dtype), sizes, dim=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    if interleaved:
-        turned = [torch.stack(turned, dim=-1).flatten(-2)]
+    sizes = [pairs, pairs] + [rest] * (rest > 0)
+    first, second, *more = torch.split(x.to(cos.dtype), sizes, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat((*turned, *more), dim=-1).to(x.dtype)
-
-
-def rotated(
-    x: Tensor,  # (batch, heads, seq, d_head)
-    cos: Tensor,  # (seq, pairs) or (batch, seq, pairs)
-    sin: Tensor,
-    *,
-    interleaved: bool = False,
-    dtype: torch.dtype | None = None,
-    contiguous: bool = False,
-) -> Tensor:
-    """Return heads with rotary position embeddings applied, in the memory layout of x or
-    `contiguous`. A pair is (2i, 2i + 1) if `interleaved`, else (i, i + pairs). `dtype` is that of
-    the result, by default that of x. Numbers that are not rotations are accepted, too: each pair
-    is multiplied by the matrix ((cos, -sin), (sin, cos))."""
-    batch, _, seq, d = x.shape
-    fits = cos.shape[:-1] in ((seq,), (batch, seq)) and 2 * cos.shape[-1] <= d
-    if not fits or cos.shape != sin.shape:
-        raise ValueError(
-            f"tables {tuple(cos.shape)} and {tuple(sin.shape)} do not fit x {tuple(x.shape)}"
-        )
-    dtype = dtype or x.dtype
-    learned = cos.requires_grad or sin.requires_grad
-    of_kernel = kernels_take(x, cos, sin) and supports_dtype(dtype) and not learned
-    if not of_kernel or not cos.dtype == sin.dtype == torch.float32 or x.stride(-1) != 1:
-        wide = torch.promote_types(x.dtype, dtype)
-        cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
-        out = plain_rotate(x.to(wide), cos, sin, interleaved).to(dtype)
-        return out.contiguous() if contiguous else out
-    if cos.stride() != sin.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
-    settings = (interleaved, dtype, contiguous)
-    result: Tensor = _Rotated.apply(x, cos, sin, *settings)  # type: ignore[no-untyped-call]
-    return result
 
 
 def rotated_heads_(
@@ -157,40 +114,6 @@ class _Rotate(torch.autograd.Function):
         out = torch.empty_like(grad)
         rotate(grad, out, cos, sin, ctx.heads, back=True)
         return out, None, None, None
-
-
-class _Rotated(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        interleaved: bool,
-        dtype: torch.dtype,
-        contiguous: bool,
-    ) -> Tensor:
-        from stepscope.kernels.triton.rope import rotate_tiles
-
-        layout = torch.contiguous_format if contiguous else torch.preserve_format
-        out = torch.empty_like(x, dtype=dtype, memory_format=layout)
-        rotate_tiles(x, out, cos, sin, interleaved=interleaved, back=False)
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.dtype = interleaved, x.dtype
-        # That of the input, so that the gradient of a projection needs no copy.
-        ctx.strides = torch.empty_like(x, device="meta").stride()
-        return out
-
-    @staticmethod
-    @differentiable_once("the fused rotation", "plain_rotate")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from stepscope.kernels.triton.rope import rotate_tiles
-
-        cos, sin = ctx.saved_tensors
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        out = torch.empty_strided(grad.shape, ctx.strides, device=grad.device, dtype=ctx.dtype)
-        rotate_tiles(grad, out, cos, sin, interleaved=ctx.interleaved, back=True)
-        return out, None, None, None, None, None
 
 
 class _RotateParts(torch.autograd.Function):

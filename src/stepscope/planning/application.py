@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import msgspec
@@ -9,6 +10,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from stepscope.acceleration.forward_registry import Layer
+from stepscope.acceleration.losses import without_cache
 from stepscope.planning.frontier import MemoryPlan
 from stepscope.planning.host_copies import HostCopies
 from stepscope.planning.host_states import HostStates
@@ -21,8 +23,10 @@ class Applied(NamedTuple):
 
     layers: list[Layer]
     states: HostStates | None
+    without_cache: ExitStack
 
     def remove(self) -> None:
+        self.without_cache.close()
         for layer in self.layers:
             layer.remove()
         if self.states is not None:
@@ -43,7 +47,11 @@ def apply_plan(
         for name, index in application.blocks.items()
     ]
     states = host_states(optimizer) if application.host_states else None
-    return Applied([layer for layer in layers if layer is not None], states)
+    stack = ExitStack()
+    if layers:
+        # A block that runs again would add to a key-value cache twice.
+        stack.enter_context(without_cache(model))
+    return Applied([layer for layer in layers if layer is not None], states, stack)
 
 
 def _block_plan(settings: BlockSettings) -> BlockPlan:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from stepscope.acceleration.losses import loss_of
+from stepscope.acceleration.losses import loss_of, without_cache
 from stepscope.acceleration.micro_batches import micro_batches
 from stepscope.planning.cuda_operators import (
     CudaDtypes,
@@ -38,6 +38,23 @@ class StepOptions(NamedTuple):
     max_grad_norm: float | None = None
     micro_batches: int = 1
     """Parts of the batch whose gradients are added up before the update."""
+
+
+class FakeStep(NamedTuple):
+    """A training step of fake tensors, to be run within `fakes.active()`."""
+
+    fakes: Fakes
+    model: nn.Module
+    optimizer: Optimizer
+    batch: Any
+    options: StepOptions = StepOptions()
+
+    @classmethod
+    def of(
+        cls, fakes: Fakes, model: nn.Module, optimizer: Optimizer, batch: Any, options: StepOptions
+    ) -> Self:
+        """Return a copy of a step."""
+        return cls(fakes, *fakes.copy(model, optimizer), fakes.batch(batch), options)
 
 
 @dataclass(frozen=True)
@@ -75,49 +92,46 @@ class MemoryPrediction:
 
 
 def predict_fake(
-    fakes: Fakes,
-    model: nn.Module,
-    optimizer: Optimizer,
-    batch: Any,
-    options: StepOptions,
+    step: FakeStep,
     *,
     steps: int = 2,
-    between: Callable[[], None] = lambda: None,
+    counted: Mapping[str, Iterable[Tensor]] | None = None,
+    between: Callable[[str], None] = lambda _: None,
 ) -> MemoryPrediction:
-    """Predict the memory of a step of fake tensors, within `fakes.active()`. The first of two steps
-    creates the state of the optimizer. `between` is called at the start of each phase."""
-    use_cuda_defaults(optimizer)
+    """Predict the memory of a step. The first of two steps creates the state of the optimizer.
+    `between` is called at the start of each phase; `counted` has tensors besides those of model,
+    optimizer and batch, by line."""
+    use_cuda_defaults(step.optimizer)
     ledger = PredictedLedger()
-    ledger.count((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), INPUTS)
+    inputs = [leaf for leaf in tree_leaves(step.batch) if isinstance(leaf, Tensor)]
     for _ in range(steps):
         ledger.forget_peaks()
-        with CudaDtypes(), CudaOperators(), ledger.watching(model, optimizer), InPlaceSums():
+        watching = ledger.watching(step.model, step.optimizer)
+        with CudaDtypes(), CudaOperators(), watching, InPlaceSums():
+            for line, tensors in {INPUTS: inputs, **(counted or {})}.items():
+                ledger.aside(ledger.count, tensors, line)
 
             def begin(phase: str) -> None:
-                between()
+                between(phase)
                 ledger.begin(phase)
 
-            run_step(model, optimizer, batch, options, begin)
+            run_step(step, begin)
             ledger.end()
     return MemoryPrediction(
-        tuple(ledger.peaks), ledger.blocks.reserved + WORKSPACE, tuple(fakes.values.assumed)
+        tuple(ledger.peaks), ledger.blocks.reserved + WORKSPACE, tuple(step.fakes.values.assumed)
     )
 
 
-def run_step(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    batch: Any,
-    options: StepOptions,
-    begin: Callable[[str], None],
-) -> None:
-    """Run a step of fake tensors, or a part without update; `begin` is called at the start of each
-    phase."""
+def run_step(step: FakeStep, begin: Callable[[str], None], *, update: bool = True) -> None:
+    """Run a step; `begin` is called at the start of each phase. Without an update it leaves the
+    gradients."""
+    _, model, optimizer, batch, options = step
     dtype, loss_fn = options.dtype, options.loss_fn
     # The second part has the gradients of the first one, as all later ones have.
     for part in micro_batches(batch, options.micro_batches)[:SIMULATED]:
         begin("forward")
-        with torch.autocast("cpu", dtype) if dtype is not None else nullcontext():
+        autocast = torch.autocast("cpu", dtype) if dtype is not None else nullcontext()
+        with without_cache(model), autocast:
             loss = loss_of(model, part) if loss_fn is None else loss_fn(model, part)
         if options.micro_batches > 1:
             loss = loss / options.micro_batches
@@ -127,9 +141,9 @@ def run_step(
     begin("optimizer")
     if options.max_grad_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm, foreach=True)
-    if optimizer is not None:
+    if update:
         optimizer.step()
-    (model if optimizer is None else optimizer).zero_grad()
+        optimizer.zero_grad()
 
 
 def run_backward(loss: Tensor) -> None:

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
@@ -41,6 +42,7 @@ class Fakes:
             stack.enter_context(patch.object(torch.utils, "swap_tensors", _assign))
             stack.enter_context(patch.object(torch.autocast, "__init__", _autocast_on_cpu))
             stack.enter_context(patch.object(Tensor, "__deepcopy__", self._deep_copy))
+            stack.enter_context(patch.dict(op_implementations_dict, _FAKE_FORMS))
             stack.enter_context(self._mode)
             stack.enter_context(self.values)
             stack.enter_context(_OnCpu())
@@ -96,13 +98,15 @@ class Fakes:
 
     def tensor(self, real: Tensor) -> Tensor:
         """A fake tensor, whose value is known if it is small and the real one has data."""
-        fake = self._like(real).requires_grad_(real.requires_grad)
-        has_data = real.device.type != "meta" and not isinstance(real, FakeTensor)
-        if has_data and not real.requires_grad:
-            with _disable_current_modes():
-                # The step may write to it.
-                self.values.know(fake, real.detach().to(_DEVICE, copy=True))
-        return fake
+        # A mode that converts tensors would see those of the calls here.
+        with torch._C.DisableTorchFunction():
+            fake = self._like(real).requires_grad_(real.requires_grad)
+            has_data = real.device.type != "meta" and not isinstance(real, FakeTensor)
+            if has_data and not real.requires_grad:
+                with _disable_current_modes():
+                    # The step may write to it.
+                    self.values.know(fake, real.detach().to(_DEVICE, copy=True))
+            return fake
 
     @property
     def _deep_copy(self) -> Callable[[Tensor, dict[int, Any]], Tensor]:
@@ -118,6 +122,28 @@ class Fakes:
         with self._mode:
             size, stride = real.size(), real.stride()
             return torch.empty_strided(size, stride, dtype=real.dtype, device=_DEVICE)
+
+
+def _grouped_mm(
+    mode: FakeTensorMode, _: Any, a: Tensor, b: Tensor, offs: Tensor | None = None,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Any:  # fmt: skip
+    """Products of the groups of a mixture of experts. torch knows their shape in bfloat16 only, and
+    a GPU computes them in other dtypes too."""
+    del bias
+    if a.dtype is torch.bfloat16:
+        return NotImplemented
+    rows, columns = a.shape[-2], b.shape[-1]
+    groups = [len(x) for x in (a, b) if x.dim() > _MATRIX]
+    if not groups and offs is not None:
+        groups = [len(offs), 0]
+    shape = (rows, columns) if len(groups) == 1 else (groups[0], rows, columns)
+    with mode:
+        return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+_MATRIX = 2
+_FAKE_FORMS = {torch.ops.aten._grouped_mm.default: _grouped_mm}
 
 
 class _NotATensor:

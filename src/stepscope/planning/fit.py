@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -18,11 +18,19 @@ from stepscope.display import html_of
 from stepscope.errors import UsageError
 from stepscope.measure.ledger import line_of_code
 from stepscope.planning.application import Applied, application_of, apply_plan, described
-from stepscope.planning.fake_run import LossFunction, MemoryPrediction, StepOptions, predict_fake
+from stepscope.planning.fake_run import (
+    FakeStep,
+    LossFunction,
+    MemoryPrediction,
+    StepOptions,
+    predict_fake,
+)
 from stepscope.planning.fake_step import Fakes
+from stepscope.planning.forms import EAGER, Form
 from stepscope.planning.frontier import MemoryPlan
 from stepscope.planning.host_states import FakeHostStates
 from stepscope.planning.operators import Rates, known_rates
+from stepscope.planning.other_sizes import largest_batch
 from stepscope.planning.plans import is_compiled, plans_of, require_allowed
 from stepscope.records.plans import FittedStep, Frontier, thinned
 from stepscope.report.format import bytes_
@@ -125,22 +133,13 @@ def fit(
         _FITTED.pop(model).undo()
     fakes = Fakes(line_of_code)
     with fakes.active():
-        step = FakeStep(*fakes.copy(model, optimizer), fakes.batch(sample), options)
+        step = FakeStep.of(fakes, model, optimizer, sample, options)
         compiled = is_compiled(model)
-        chosen = fastest_within(fakes, step, limit, rates, compiled=compiled, allow=allow)
+        chosen = fastest_within(step, limit, rates, compiled=compiled, allow=allow)
     applied = apply_plan(model, optimizer, application_of(chosen.plan))
     fitted = Fitted(*chosen, limit, rates, applied, type(model).__name__)
     _FITTED[model] = fitted
     return fitted
-
-
-class FakeStep(NamedTuple):
-    """A step of fake tensors."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    batch: Any
-    options: StepOptions
 
 
 class Chosen(NamedTuple):
@@ -170,7 +169,6 @@ class Chosen(NamedTuple):
 
 
 def fastest_within(
-    fakes: Fakes,
     step: FakeStep,
     limit: int,
     rates: Rates,
@@ -179,8 +177,9 @@ def fastest_within(
     allow: Collection[Lever] = (),
 ) -> Chosen:
     """Return the fastest plan within a budget, in `fakes.active()`; raise an error with the
-    smallest budget if there is none."""
-    plans = plans_of(*step, rates, compiled=compiled, allow=allow)
+    smallest budget and the largest batch if there is none."""
+    form = Form("blocks") if compiled else EAGER
+    plans = plans_of(step, rates, form, allow=allow)
 
     def predicted(plan: MemoryPlan) -> MemoryPrediction | None:
         if compiled:
@@ -188,12 +187,28 @@ def fastest_within(
         applied = apply_plan(step.model, step.optimizer, application_of(plan), FakeHostStates)
         parts = step.options._replace(micro_batches=plan.micro_batches)
         try:
-            return predict_fake(fakes, *step[:3], parts, steps=1)
+            return predict_fake(step._replace(options=parts), steps=1)
         finally:
             applied.remove()
 
-    plan, prediction = _fastest(plans, limit, predicted)
-    return Chosen(plan, plans, prediction)
+    def needed(plan: MemoryPlan, prediction: MemoryPrediction | None) -> float:
+        return MARGIN * (plan.peak if prediction is None else prediction.peak.allocated)
+
+    for plan in plans:
+        if plan.peak * MARGIN <= limit:
+            prediction = predicted(plan)
+            if needed(plan, prediction) <= limit:
+                return Chosen(plan, plans, prediction)
+    smallest = needed(plans[-1], predicted(plans[-1]))
+    more = smallest / plans[-1].peak
+    batch = largest_batch(
+        step, limit, lambda step: more * plans_of(step, rates, form, allow=allow)[-1].peak
+    )
+    raise UsageError(
+        f"the budget of {bytes_(limit, 4)} is below {bytes_(smallest, 4)}, the smallest for this"
+        " step",
+        f"use a larger budget, or a batch of {batch}" if batch else "use a larger budget",
+    )
 
 
 def plans_of_step(
@@ -209,34 +224,7 @@ def plans_of_step(
     """Return all plans that `fit` selects from, the fastest first."""
     fakes = Fakes(line_of_code)
     with fakes.active():
-        return plans_of(
-            *fakes.copy(model, optimizer),
-            fakes.batch(sample),
-            StepOptions(loss_fn, dtype, max_grad_norm),
-            known_rates(),
-            compiled=is_compiled(model),
-            allow=allow,
-        )
-
-
-def _fastest(
-    plans: list[MemoryPlan],
-    limit: int,
-    predicted: Callable[[MemoryPlan], MemoryPrediction | None],
-) -> tuple[MemoryPlan, MemoryPrediction | None]:
-    """Return the fastest plan that fits, by a run of the full step where there is one."""
-
-    def needed(plan: MemoryPlan, prediction: MemoryPrediction | None) -> float:
-        return MARGIN * (plan.peak if prediction is None else prediction.peak.allocated)
-
-    for plan in plans:
-        if plan.peak * MARGIN <= limit:
-            prediction = predicted(plan)
-            if needed(plan, prediction) <= limit:
-                return plan, prediction
-    smallest = needed(plans[-1], predicted(plans[-1]))
-    raise UsageError(
-        f"the budget of {bytes_(limit, 4)} is below {bytes_(smallest, 4)}, the smallest for this"
-        " step",
-        "use a larger budget or a smaller batch",
-    )
+        options = StepOptions(loss_fn, dtype, max_grad_norm)
+        step = FakeStep.of(fakes, model, optimizer, sample, options)
+        form = Form("blocks") if is_compiled(model) else EAGER
+        return plans_of(step, known_rates(), form, allow=allow)

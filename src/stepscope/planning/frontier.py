@@ -12,7 +12,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from stepscope.planning.block_costs import BlockCost, BlockRun, run_block
-from stepscope.planning.fake_run import StepOptions
+from stepscope.planning.fake_run import FakeStep
+from stepscope.planning.forms import EAGER, Form, plain_costs
 from stepscope.planning.host_copies import LEAST_BYTES
 from stepscope.planning.kernel_buffers import LIBRARY_CALLS
 from stepscope.planning.operators import Operator
@@ -59,11 +60,15 @@ class Kind(NamedTuple):
     offloaded: Mapping[BlockPlan, BlockCost]
 
 
-def kinds_of(blocks: Blocks, options: StepOptions, *, compiled: bool) -> dict[Hashable, Kind]:
+def kinds_of(blocks: Blocks, step: FakeStep, form: Form) -> dict[Hashable, Kind]:
     """Run each kind of block under its options."""
-    if compiled:
-        return {kind: _compiled_kind(blocks, kind, options.dtype) for kind in blocks.plain}
-    return {kind: _kind(blocks, kind, plain, options.dtype) for kind, plain in blocks.plain.items()}
+    dtype = step.options.dtype
+    if form.compile == "model":
+        return {kind: Kind((cost,), {}) for kind, cost in plain_costs(blocks, step, form).items()}
+    plain_costs(blocks, step, EAGER)
+    if form.compile == "blocks":
+        return {kind: _compiled_kind(blocks, kind, dtype) for kind in blocks.plain}
+    return {kind: _kind(blocks, kind, plain, dtype) for kind, plain in blocks.plain.items()}
 
 
 def _compiled_kind(blocks: Blocks, kind: Hashable, dtype: Any) -> Kind:

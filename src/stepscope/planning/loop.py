@@ -43,8 +43,7 @@ class Loop:
         """The loss as `TrainStep` takes it, with `batch` for its batch."""
 
         def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
-            with without_cache(model):
-                return self._tape.replayed(model, batch)
+            return self._tape.replayed(model, batch)
 
         return loss
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,9 +10,10 @@ from torch.optim.optimizer import Optimizer
 
 from stepscope.acceleration.train_step_arguments import require_valid
 from stepscope.measure.ledger import line_of_code
-from stepscope.planning.compiled_step import predict_compiled
-from stepscope.planning.fake_run import LossFunction, MemoryPrediction, StepOptions, predict_fake
+from stepscope.planning.fake_run import FakeStep, LossFunction, MemoryPrediction, StepOptions
 from stepscope.planning.fake_step import Fakes
+from stepscope.planning.forms import Compile, Form, predict_step
+from stepscope.planning.ranks import Ranks, Sharding
 
 
 def predict(
@@ -23,7 +24,9 @@ def predict(
     loss_fn: LossFunction | None = None,
     dtype: torch.dtype | None = None,
     max_grad_norm: float | None = None,
-    compile: Literal["model", "blocks"] | None = None,
+    compile: Compile | None = None,
+    ranks: int = 1,
+    sharding: Sharding = "none",
 ) -> MemoryPrediction:
     """Predict the memory of a training step on a GPU, without running it.
 
@@ -38,14 +41,13 @@ def predict(
 
     `compile="model"` estimates the step of `torch.compile(model)`, "blocks" that of a model whose
     repeated blocks are compiled: torch's partitioner decides what is saved, and elementwise chains
-    are taken as one kernel.
+    are taken as one kernel. `ranks` are data-parallel, each with a batch like this: under DDP, or
+    with `sharding="full"` under FSDP2, `fully_shard` on each repeated block and on the model.
     """
     require_valid({}, loss_fn, optimizer, max_grad_norm, dtype, None)
+    form = Form(compile, Ranks(ranks, sharding))
+    form.require_valid()
     fakes = Fakes(line_of_code)
     with fakes.active():
-        fake_model, fake_optimizer = fakes.copy(model, optimizer)
-        step = (fake_model, fake_optimizer, fakes.batch(batch))
         options = StepOptions(loss_fn, dtype, max_grad_norm)
-        if compile is not None:
-            return predict_compiled(fakes, *step, options, whole=compile == "model")
-        return predict_fake(fakes, *step, options)
+        return predict_step(FakeStep.of(fakes, model, optimizer, batch, options), form)

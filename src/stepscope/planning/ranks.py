@@ -12,17 +12,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from stepscope.errors import UsageError
 from stepscope.planning.block_costs import BlockCost
-from stepscope.planning.fake_run import StepOptions
+from stepscope.planning.fake_run import FakeStep
+from stepscope.records.memory import GATHERED, PARAMETERS
 
 Sharding = Literal["none", "full"]
 
@@ -51,30 +51,43 @@ class ShardedModel:
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Mapping[str, nn.Module], optimizer: Optimizer, ranks: Ranks,
+        self, step: FakeStep, blocks: Mapping[str, nn.Module], ranks: Ranks,
         dtypes: Mapping[str, torch.dtype],
     ) -> None:  # fmt: skip
-        self._ranks = ranks
+        self._ranks, self._optimizer = ranks, step.optimizer
         self._block_bytes = {name: _sizes(block) for name, block in blocks.items()}
         of_blocks = {id(p) for block in blocks.values() for p in block.parameters()}
+        self._shards: dict[str, nn.Parameter] = {}
         shards: dict[int, nn.Parameter] = {}
         self._outside: list[tuple[nn.Parameter, nn.Parameter]] = []
-        for name, parameter in model.named_parameters():
+        for name, parameter in step.model.named_parameters():
             rows = -(-parameter.shape[0] // ranks.number) if parameter.dim() else 1
             shape = (rows, *parameter.shape[1:])
             data = torch.empty(shape, dtype=dtypes.get(name, parameter.dtype))
             shard = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            shards[id(parameter)] = shard
+            shards[id(parameter)] = self._shards[name] = shard
             if id(parameter) not in of_blocks:
                 self._outside.append((parameter, shard))
         for module in (part for block in blocks.values() for part in block.modules()):
             for key, own in module._parameters.items():
                 if own is not None:
                     module._parameters[key] = shards[id(own)]
-        for group in optimizer.param_groups:
+        for group in step.optimizer.param_groups:
             group["params"] = [shards.get(id(p), p) for p in group["params"]]
-        optimizer.state.clear()
-        self.shards = list(shards.values())
+        step.optimizer.state.clear()
+
+    @property
+    def lines(self) -> dict[str, list[nn.Parameter]]:
+        """Parameters by line of a ledger: shards, and those that stay gathered."""
+        outside = [parameter for parameter, _ in self._outside]
+        return {PARAMETERS: list(self._shards.values()), GATHERED: outside}
+
+    def create_states(self, trained: Iterable[str]) -> None:
+        """Update once from gradients of these parameters, which creates the optimizer's states."""
+        for name in trained:
+            self._shards[name].grad = torch.empty_like(self._shards[name])
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
     def reduce(self) -> None:
         """Reduce the gradients of parameters outside of blocks to those of their shards."""
@@ -117,20 +130,12 @@ def _sizes(block: nn.Module) -> tuple[int, int]:
     return sum(p.nbytes for p in parameters), trained * _REDUCED.itemsize
 
 
-def in_dtype(
-    model: nn.Module, batch: Any, options: StepOptions
-) -> tuple[Any, StepOptions, dict[str, torch.dtype]]:
+def in_dtype(step: FakeStep) -> tuple[FakeStep, dict[str, torch.dtype]]:
     """Convert a model to the dtype of its gathered parameters: FSDP2 casts these instead of
-    autocast. Return the batch, the options, and the dtypes that the parameters had."""
-    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    if options.dtype is not None:
-        model.to(options.dtype)
-        batch = tree_map_only(
-            Tensor, lambda x: x.to(options.dtype) if x.is_floating_point() else x, batch
-        )
-    return batch, options._replace(dtype=None), dtypes
-
-
-def bucket_bytes(parameters: Iterator[nn.Parameter]) -> int:
-    """Bytes of DDP's buckets: gradients once more."""
-    return sum(p.nbytes for p in parameters if p.requires_grad)
+    autocast. Return the step, and the dtypes that the parameters had."""
+    dtypes = {name: parameter.dtype for name, parameter in step.model.named_parameters()}
+    dtype, batch = step.options.dtype, step.batch
+    if dtype is not None:
+        step.model.to(dtype)
+        batch = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
+    return step._replace(batch=batch, options=step.options._replace(dtype=None)), dtypes

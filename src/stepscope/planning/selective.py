@@ -27,6 +27,7 @@ from stepscope.errors import StepscopeError
 from stepscope.measure.dispatch import OperatorMode
 from stepscope.planning.host_copies import LEAST_BYTES, Group, HostCopies, HostCopy
 from stepscope.planning.operators import Key, can_keep, is_random, name_of
+from stepscope.records import plans
 from stepscope.torch_tools.capturing import is_capturing
 
 
@@ -46,7 +47,7 @@ class BlockPlan(NamedTuple):
 
     def __str__(self) -> str:
         if not self.recompute:
-            return "save everything"
+            return plans.AS_IT_IS
         names = sorted(Counter(name for name, _ in self.kept).items())
         listed = ", ".join(f"{count} {name}" for name, count in names)
         words = f"recompute all but {listed}" if listed else "recompute"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
+from torch.overrides import handle_torch_function
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from stepscope.acceleration.forward_registry import add_layer, forward_below
@@ -24,7 +24,7 @@ from stepscope.measure.tensors import LiveStorage
 from stepscope.planning.block_costs import BlockCost, BlockRun, Example
 from stepscope.planning.blocks import input_signature, repeated_blocks, structures
 from stepscope.planning.cuda_operators import CudaDtypes, CudaOperators, InPlaceSums
-from stepscope.planning.fake_run import SIMULATED, StepOptions, run_step
+from stepscope.planning.fake_run import SIMULATED, FakeStep, run_step
 from stepscope.planning.operators import OperatorLog, Rates
 from stepscope.planning.ranks import ShardedModel
 from stepscope.planning.simulated_bytes import WORKSPACE, SimulatedBytes
@@ -150,38 +150,41 @@ class Blocks:
             for layer in layers:
                 layer.remove()
 
-    def run(
-        self, optimizer: Optimizer | None, batch: Any, options: StepOptions, *modes: Any
-    ) -> dict[str, float]:
+    def begin(self, phase: str) -> None:
+        """Begin a phase of a step with stand-ins."""
+        self.until_backward.clear()
+        if phase == "optimizer" and self.sharded is not None:
+            self.sharded.reduce()
+
+    def run(self, step: FakeStep, *modes: Any, update: bool = True) -> dict[str, float]:
         """Run a step with stand-ins, and return the seconds of its phases."""
         log = OperatorLog(self.rates)
         begins: list[tuple[str, float]] = []
 
         def begin(phase: str) -> None:
-            self.until_backward.clear()
-            if phase == "optimizer" and self.sharded is not None:
-                self.sharded.reduce()
+            self.begin(phase)
             begins.append((phase, log.seconds))
 
         with self.standing_in(), CudaDtypes(), CudaOperators(), ExitStack() as stack:
             for mode in (*modes, log, InPlaceSums()):
                 stack.enter_context(mode)
-            run_step(self.model, optimizer, batch, options, begin)
+            run_step(step, begin, update=update)
         seconds: dict[str, float] = defaultdict(float)
         for (phase, begin_s), (_, end_s) in itertools.pairwise([*begins, ("", log.seconds)]):
             seconds[phase] += end_s - begin_s
         return seconds
 
-    def record(self, optimizer: Optimizer, batch: Any, options: StepOptions) -> Recorded:
+    def record(self, step: FakeStep) -> Recorded:
         """Run a step with stand-ins for all blocks of known kinds, and return its timeline."""
         self._recorder = recorder = _Recorder()
-        tensors = [*self.model.parameters(), *self.model.buffers(), *tree_leaves(batch)]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *tree_leaves(step.batch)]
         if self.sharded is not None:
-            tensors += self.sharded.shards
-        tensors += tree_leaves([*optimizer.state.values()])
+            tensors += tree_leaves(self.sharded.lines)
+        tensors += tree_leaves([*step.optimizer.state.values()])
         recorder.count(x for x in tensors if isinstance(x, Tensor))
-        seconds = self.run(optimizer, batch, options, recorder)
-        repeats = options.micro_batches / min(options.micro_batches, SIMULATED)
+        seconds = self.run(step, recorder)
+        parts = step.options.micro_batches
+        repeats = parts / min(parts, SIMULATED)
         return Recorded(
             recorder.timeline,
             {name: repeats * count for name, count in self.calls.items()},
@@ -197,7 +200,7 @@ class Blocks:
             kind = (self._structures[name], input_signature(args, kwargs))
             self.kinds[name] = kind
             self.calls[name] += 1
-            if self._recorder is None:
+            if self._recorder is None and self.costs is None:
                 self._received += [
                     (one, kind, at)
                     for at, one in enumerate(args)
@@ -228,10 +231,17 @@ class Blocks:
             hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
             if part == "saved" and hooks is not None:
                 # A ledger counts it among what is saved for the backward pass.
-                hooks[0](made)
+                blocks(hooks[0], made)
             return made
         with nullcontext() if self._recorder is None else self._recorder.within(Slot(name, part)):
             return torch.empty(1)
+
+
+def blocks(hook: Callable[[Tensor], Any], saved: Tensor) -> Any:
+    """Call a hook of saved tensors in a function of torch, whose name a ledger shows."""
+    if torch._C._len_torch_function_stack() > 0:
+        return handle_torch_function(blocks, (), hook, saved)
+    return hook(saved)
 
 
 class Recorded(NamedTuple):

@@ -1,19 +1,25 @@
-"""Plans of a recorded step, of the same step with twice the batch, and with twice the context."""
+"""Plans of a recorded step, of the same step with a larger batch, and with twice the context."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
+import msgspec
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from stepscope.analysis.predict.largest import largest_within
 from stepscope.measure.ledger import line_of_code
 from stepscope.planning.application import application_of, described
+from stepscope.planning.fake_run import FakeStep
 from stepscope.planning.fake_step import Fakes
+from stepscope.planning.forms import EAGER, Form
+from stepscope.planning.frontier import MemoryPlan
 from stepscope.planning.loop import Loop, options_of
 from stepscope.planning.operators import known_rates
+from stepscope.planning.other_sizes import length_of, resized
 from stepscope.planning.plans import plans_of
 from stepscope.records.plans import Frontier, PlannedStep, thinned
 
@@ -25,53 +31,46 @@ _SHARE = 0.9
 
 def planned_steps(
     loop: Loop, model: nn.Module, optimizer: Optimizer, memory: int, *, compiled: bool
-) -> Iterator[PlannedStep]:
+) -> list[PlannedStep]:
     """Plan the step of a loop that was watched, within a share of the device's memory. Steps of
     other sizes are left out if the program cannot run them."""
-    given = [one.detach().to("cpu") for one in loop.batch]
-    first = next((one for one in given if one.dim()), None)
-    variants: list[tuple[Literal["step", "batch", "context"], int]] = [("step", 0)]
-    if first is not None:
-        variants.append(("batch", 0))
-        if first.dim() > 1 and not first.is_floating_point():
-            variants.append(("context", 1))
-    for what, dim in variants:
-        length = 0 if first is None else first.shape[dim]
-        batch = given if what == "step" else [_doubled(one, dim, length) for one in given]
-        size = length if what == "step" else 2 * length
-        try:
-            yield _planned(loop, model, optimizer, batch, memory, what, size, compiled=compiled)
-        except Exception:
-            # Such as an assertion of the longest context.
-            if what == "step":
-                raise
-
-
-def _planned(
-    loop: Loop, model: nn.Module, optimizer: Optimizer, batch: list[Tensor], memory: int,
-    what: Literal["step", "batch", "context"], size: int, *, compiled: bool,
-) -> PlannedStep:  # fmt: skip
-    fakes, rates = Fakes(line_of_code), known_rates()
+    fakes, form = Fakes(line_of_code), Form("blocks") if compiled else EAGER
+    batch = [one.detach().to("cpu") for one in loop.batch]
     with fakes.active():
-        fake_model, fake_optimizer = fakes.copy(model, optimizer)
-        fake_model.zero_grad()
-        given = fakes.batch(batch)
-        options = options_of(loop, fake_model, given)
-        plans = plans_of(fake_model, fake_optimizer, given, options, rates, compiled=compiled)
-    chosen = next((plan for plan in plans if plan.peak <= _SHARE * memory), None)
-    return PlannedStep(
-        what=what,
-        size=size,
-        frontier=Frontier(plans=tuple(map(described, thinned(plans, _MOST))), device=rates.device),
-        plan=None if chosen is None else described(chosen),
-        apply=None if chosen is None else application_of(chosen),
-    )
+        copies, given = fakes.copy(model, optimizer), fakes.batch(batch)
+        step = FakeStep(fakes, *copies, given, options_of(loop, copies[0], given))
+        return _planned_sizes(step, form, _SHARE * memory)
 
 
-def _doubled(given: Tensor, dim: int, length: int) -> Tensor:
-    """Add the length to a tensor that has it along a dimension; for a context, up to a token that
-    is the target of the last one alone."""
-    size = given.shape[dim] if given.dim() > dim else 0
-    if not size or abs(size - length) > dim:
-        return given
-    return torch.cat([given, given, given], dim).narrow(dim, 0, size + length)
+def _planned_sizes(step: FakeStep, form: Form, limit: float) -> list[PlannedStep]:
+    rates = known_rates()
+
+    @cache
+    def plans(dim: int, length: int) -> list[MemoryPlan]:
+        return plans_of(resized(step, dim, length), rates, form)
+
+    def planned(what: Literal["step", "batch", "context"], dim: int, length: int) -> PlannedStep:
+        found = plans(dim, length)
+        chosen = next((plan for plan in found if plan.peak <= limit), None)
+        shown = tuple(map(described, thinned(found, _MOST)))
+        return PlannedStep(
+            what=what,
+            size=length,
+            frontier=Frontier(plans=shown, device=rates.device),
+            plan=None if chosen is None else described(chosen),
+            apply=None if chosen is None else application_of(chosen),
+        )
+
+    first = next((one for one in step.batch if one.numel()), None)
+    found = [planned("step", 0, length_of(step.batch))]
+    if first is None or not first.dim():
+        return found
+    with suppress(Exception):
+        # Such as an assertion of the longest context.
+        larger = planned("batch", 0, 2 * len(first))
+        most = largest_within(lambda rows: plans(0, rows)[0].peak, len(first), limit)
+        found.append(msgspec.structs.replace(larger, largest=most))
+    if first.dim() > 1 and not first.is_floating_point():
+        with suppress(Exception):
+            found.append(planned("context", 1, 2 * first.shape[1]))
+    return found

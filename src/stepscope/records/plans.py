@@ -14,6 +14,10 @@ FAILED = "failed"
 """File with the reason why there is none."""
 
 
+AS_IT_IS = "save everything"
+"""A block that stays as it is, in words."""
+
+
 class BlockSettings(Part, frozen=True, omit_defaults=True):
     """How a block saves what its backward pass needs. As it is without `recompute`."""
 
@@ -59,7 +63,7 @@ class Plan(Part, frozen=True):
     @property
     def is_plain(self) -> bool:
         """Whether the step stays as it is."""
-        changed = any(group.again_s or group.to_host for group in self.groups)
+        changed = any(group.words != AS_IT_IS for group in self.groups)
         return not (changed or self.host_states or self.micro_batches > 1)
 
     @property
@@ -102,11 +106,25 @@ class PlannedStep(Part, frozen=True):
     plan: Plan | None
     """The fastest plan that leaves enough of the device's memory; None if there is none."""
     apply: Application | None
+    largest: Int64 = 0
+    """Of a batch: the largest one that fits as it is; 0 if none does or it is unknown."""
 
 
 ATTACHMENT = "plans"
 """Attachment of a recorded step, a tuple of `PlannedStep`."""
 Planned = tuple[PlannedStep, ...]
+
+
+class FittingBatch(Part, frozen=True):
+    """A batch that fits into a budget."""
+
+    batch: Int64
+    peak_bytes: Int64
+    blocks: str = ""
+    """The plan of the blocks; empty for a step as it is."""
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}{self.blocks and f' with a plan, {self.blocks}'}"
 
 
 class FittedStep(Part, frozen=True):

@@ -247,7 +247,7 @@ class Runner:
             outcome = self._worker.measure(case.study, case.config, limit_s, observer.case_progress)
             if isinstance(outcome, Failed) and outcome.status == "timeout":
                 limit = "--timeout" if limit_s == self._timeout_s else OUT_OF_TIME
-                outcome = Failed("timeout", f"not done after {limit_s:.4g} s ({limit})")
+                outcome = Failed("timeout", f"not done after {round(limit_s, 1):g} s ({limit})")
         elapsed_s = time.monotonic() - clock
         if isinstance(outcome, Failed) and outcome.status != "skipped":
             # The next worker starts when a case needs it: this record is stored first.

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stepscope.errors import UsageError, in_one_line
@@ -78,13 +78,14 @@ def build(name: str) -> Built:
 
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
-    """Call the model: a dictionary gives keywords, a tuple or list positional arguments."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
+    """Call the model: a dictionary gives keywords, a tuple or list positional arguments. A cache of
+    keys and values, which the loss does not depend on, is not created."""
+    from stepscope.acceleration.losses import called, without_cache
+
     if isinstance(batch, tuple | list):
         _check_arguments(model, batch)
-        return model(*batch)
-    return model(batch)
+    with without_cache(model):
+        return called(model, batch)
 
 
 def _check_arguments(model: torch.nn.Module, batch: Sequence[Any]) -> None:
@@ -107,16 +108,12 @@ def loss_of(output: Any, batch: Any, loss: Loss | None, name: str) -> torch.Tens
     """Get the differentiable scalar loss from the output of the model."""
     import torch
 
+    from stepscope.acceleration.losses import loss_in
+
     if loss is not None:
         value: Any = loss(output, batch)
-    elif isinstance(output, Mapping):
-        value = output.get("loss")
-    elif hasattr(output, "loss"):
-        value = output.loss
-    elif isinstance(output, tuple | list) and output:
-        value = output[0]
     else:
-        value = output
+        value = loss_in(output)
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
         raise UsageError(
             f"the model of {name} returned {_described(output)}, which is not a loss",

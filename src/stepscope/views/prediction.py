@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from stepscope.analysis.conclusions import deduced
+from stepscope.analysis.conclusions import NOTHING, deduced
 from stepscope.analysis.predict.fit import MARGIN, changes_that_fit, fits, within
 from stepscope.analysis.predict.memory import MemoryState
 from stepscope.analysis.predict.plan import StepPlan
@@ -14,6 +14,7 @@ from stepscope.analysis.predict.step import Prediction
 from stepscope.records.memory import OPTIMIZER, PARAMETERS, SAVED, PhasePeak, saved_bytes
 from stepscope.records.plans import (
     FittedStep,
+    FittingBatch,
     Frontier,
     MeasuredSteps,
     Plan,
@@ -112,13 +113,15 @@ def peak_finding(name: str, prediction: Prediction) -> Finding:
     return _peak_finding(name, prediction.peak, text, largest=largest, largest_line=line)
 
 
-def _peak_finding(name: str, peak: PhasePeak | MemoryState, more: str, **values: Value) -> Finding:
+def _peak_finding(
+    name: str, peak: PhasePeak | MemoryState, more: str, word: str = "predicted", **values: Value
+) -> Finding:
     saved = saved_bytes(peak.lines)
     known: dict[str, Value] = {"step": name, "peak": peak.allocated, "phase": peak.phase}
     return Finding(
         code="prediction.peak",
         values=known | {"saved": saved} | values,
-        text=f"{name}: the predicted peak is {bytes_(peak.allocated)}, in the {peak.phase} phase,"
+        text=f"{name}: the {word} peak is {bytes_(peak.allocated)}, in the {peak.phase} phase,"
         f" {bytes_(saved)} of it activations saved for backward; {more}.",
         timed=False,
     )
@@ -143,13 +146,15 @@ def _budget_finding(
     *,
     does: bool,
 ) -> Finding:
-    """`fitting` has what fits instead, with its peak; `alone` is said if there is nothing."""
+    """`fitting` has what else fits, with its peak; `alone` is said if there is nothing."""
     values: dict[str, Value] = {"step": name, "budget": budget, "peak": peak}
+    listed = "; ".join(f"{words} ({bytes_(size)})" for words, size in fitting)
     if does:
         return Finding(
             code="prediction.fits",
             values=values,
             text=f"{name} fits into {bytes_(budget)}: {bytes_(peak)} predicted.",
+            conclusion=deduced(f"The largest that fits: {listed}.") if fitting else NOTHING,
             tone="good",
             timed=False,
         )
@@ -159,7 +164,6 @@ def _budget_finding(
         if beyond > 0
         else f"{bytes_(peak)} predicted, and fragmentation needs more."
     )
-    listed = "; ".join(f"{words} ({bytes_(size)})" for words, size in fitting)
     return Finding(
         code="prediction.does-not-fit",
         values=values | {"change": fitting[0][0] if fitting else None},
@@ -192,16 +196,18 @@ def model_findings(
     name: str,
     prediction: MemoryPrediction,
     budget: int | None,
-    fitting: Sequence[tuple[object, Plan]],
+    fitting: Sequence[FittingBatch],
 ) -> list[Finding]:
     peak = prediction.peak
-    findings = [_peak_finding(name, peak, f"the allocator reserves {bytes_(prediction.reserved)}")]
+    reserved = f"the allocator reserves {bytes_(prediction.reserved)}"
+    word = "estimated" if prediction.is_estimate else "predicted"
+    findings = [_peak_finding(name, peak, reserved, word, estimate=prediction.is_estimate)]
     findings += _assumed_findings(name, prediction.assumed)
     if budget is not None:
         kept = sum(peak.lines.get(line, 0) for line in (PARAMETERS, OPTIMIZER))
         alone = f"parameters and optimizer state alone have {bytes_(kept)}"
-        others = [(f"{step}: {plan.words}", plan.peak) for step, plan in fitting]
         does = peak.allocated * MARGIN <= budget
+        others = [(str(one), one.peak_bytes) for one in fitting]
         findings.append(_budget_finding(name, peak.allocated, budget, others, alone, does=does))
     return findings
 
@@ -322,15 +328,16 @@ def planned_findings(planned: Planned) -> list[Finding]:
 
 def _larger_finding(own: PlannedStep, larger: PlannedStep) -> Finding:
     plain, plan = larger.frontier.plans[0], larger.plan
+    most = f" The largest batch that fits as it is: {larger.largest}." if larger.largest else ""
     before = own.frontier.plans[0] if own.plan is None else own.plan
     name = (
         f"{'Batch' if larger.what == 'batch' else 'Context'} {larger.size}, twice the current one,"
     )
-    values: dict[str, Value] = {"size": larger.size, "peak": plain.peak}
+    values: dict[str, Value] = {"size": larger.size, "peak": plain.peak, "largest": larger.largest}
     code = f"prediction.larger-{larger.what}"
     if plan is None:
         smallest = larger.frontier.plans[-1].peak
-        text = f"{name} does not fit: the smallest plan needs {bytes_(smallest)}."
+        text = f"{name} does not fit: the smallest plan needs {bytes_(smallest)}.{most}"
         return Finding(code=code, values=values, text=text, timed=False)
     how = f"as it is, with {bytes_(plan.peak)}"
     if not plan.is_plain:
@@ -345,7 +352,7 @@ def _larger_finding(own: PlannedStep, larger: PlannedStep) -> Finding:
         values=values | {"fitted": plan.peak, "faster": faster},
         text=f"{name} is predicted to fit {how}; {percent(abs(faster))} {word}"
         f" {'samples' if larger.what == 'batch' else 'tokens'} per second at the rates of"
-        f" {larger.frontier.device}.",
+        f" {larger.frontier.device}.{most}",
         timed=False,
     )
 

@@ -21,12 +21,11 @@ Filled = tuple[Tensor, float]
 
 
 class CausalMasks:
-    """Detects causal masks: a kernel with a built-in causal mask skips half of the work."""
+    """Detects causal masks: a kernel with a built-in causal mask skips half of the work. A number
+    of masks of each shape is inspected; later ones are assumed to be alike, since an inspection
+    synchronizes with the device."""
 
-    def __init__(self, max_inspected: int | None = _MAX_INSPECTED) -> None:
-        """`max_inspected` masks of each shape are inspected, or all: later ones are assumed to be
-        alike, since an inspection synchronizes with the device."""
-        self._max_inspected = max_inspected
+    def __init__(self) -> None:
         self._seen: dict[tuple[Any, ...], tuple[int, bool]] = {}
 
     def causal(self, allowed: Tensor) -> bool:
@@ -42,7 +41,7 @@ class CausalMasks:
         if isinstance(allowed, FakeTensor):
             # The compiler's fake tensors have no values: rely on earlier masks of the shape.
             return inspected > 0 and all_causal
-        if self._max_inspected is None or (inspected < self._max_inspected and all_causal):
+        if inspected < _MAX_INSPECTED and all_causal:
             lower = torch.ones(rows, columns, dtype=torch.bool, device=allowed.device).tril()
             all_causal = bool(torch.equal(allowed.reshape(rows, columns), lower))
             self._seen[key] = inspected + 1, all_causal

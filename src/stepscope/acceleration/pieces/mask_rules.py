@@ -97,6 +97,8 @@ def _rules(function: Callable[..., Any], bound: dict[str, Any], mask: Tensor) ->
     if mask.shape != (batch, 1, seq, seq) or (cache is not None and cache.get_seq_length()):
         return None
     window = config.sliding_window if function.__name__ == _WINDOW else None
+    if window is not None and window < 1:
+        return None
     if padding is not None:
         # Without padding, SDPA gets a mask for a window only.
         needed = window is not None or mask.dtype != torch.bool

@@ -55,6 +55,8 @@ class Trial(Case, frozen=True, kw_only=True):
     """Most rounds."""
     sequential: bool = False
     """The rounds end as soon as the gain is known; in older records they never do."""
+    within_s: float = 0.0
+    """Seconds for the rounds, whatever is known by then; 0 for no limit."""
     best: Ratio | None = None
     """Time of the best combination so far over the unchanged step: what the trial is compared
     with."""

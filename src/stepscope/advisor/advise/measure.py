@@ -4,41 +4,73 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 from stepscope.advisor.advise.cases import APART, BASE, CHANGED, Trial
-from stepscope.analysis.advice.stopping import is_decided
+from stepscope.analysis.advice.stopping import is_decided, is_hopeless
 from stepscope.records.schema import Clock, Quantity, Reading, Series
-from stepscope.records.stats import FEWEST_ROUNDS, sequential_ratio
+from stepscope.records.stats import FEWEST_ROUNDS, Ratio, sequential_ratio
 from stepscope.studies.base import Bench, Measurement
 
 if TYPE_CHECKING:
     from stepscope.measure.device import Device
-    from stepscope.measure.timer import Samples, Timing
+    from stepscope.measure.timer import Samples as Timed
+    from stepscope.measure.timer import Timing
     from stepscope.studies.own.cases import OwnStep
     from stepscope.training.user_step import UserStep
 
 _BUSY, _MORE = 0.2, 2
 """Width of the interval after all rounds from which the machine counts as busy, and how many times
 as many rounds a trial then has at most."""
+_LEAST_ROUNDS = 5
+"""Fewest rounds of a trial whose time is over: the interval of fewer is too wide."""
 IN_BLOCKS = (BASE, CHANGED, CHANGED, BASE)
 """Order of blocks if the variants cannot be interleaved: drift affects both equally."""
 
 
-def is_enough(trial: Trial, base: Sequence[float], changed: Sequence[float]) -> bool:
-    """Return True if a trial has enough rounds: those that decide it, or all of them. On a machine
-    that is so busy that not even the sign is known, there are more."""
-    rounds = len(changed)
-    if rounds < FEWEST_ROUNDS or not trial.sequential:
-        return rounds >= trial.rounds
-    ratio = sequential_ratio(base, [one / trial.more_samples for one in changed])
-    if rounds < trial.rounds:
-        return is_decided(ratio, trial.best)
-    open_ = not ratio.excludes_one and ratio.high - ratio.low > _BUSY
-    return not open_ or rounds >= _MORE * trial.rounds
+Samples = Mapping[str, Sequence[float]]
+"""Samples of the unchanged and of the changed step."""
+
+
+class Rounds:
+    """When the rounds of a trial end; their time begins now."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._end_s = time.monotonic() + (trial.within_s or math.inf)
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._end_s - time.monotonic())
+
+    def is_hopeless(self, step: Samples) -> bool:
+        """Return True if the trial is known to gain less than a change must."""
+        return self._has_interval(step) and is_hopeless(self._ratio(step))
+
+    def are_enough(self, step: Samples, *work: Samples) -> bool:
+        """Return True for rounds that decide the trial, for all of them, and if its time is over.
+        On a machine that is so busy that not even the sign is known, neither of the times of the
+        steps nor of their work, there are more."""
+        most, rounds = self._trial.rounds, len(step[CHANGED])
+        if not self._has_interval(step):
+            return rounds >= most
+        ratio = self._ratio(step)
+        if is_decided(ratio, self._trial.best) or (rounds >= _LEAST_ROUNDS and not self.left_s):
+            return True
+        if rounds < most or ratio.excludes_one or ratio.high - ratio.low <= _BUSY:
+            return rounds >= most
+        known = any(self._ratio(one).excludes_one for one in work if self._has_interval(one))
+        return known or rounds >= _MORE * most
+
+    def _has_interval(self, samples: Samples) -> bool:
+        return self._trial.sequential and len(samples[CHANGED]) >= FEWEST_ROUNDS
+
+    def _ratio(self, samples: Samples) -> Ratio:
+        more = self._trial.more_samples
+        return sequential_ratio(samples[BASE], [one / more for one in samples[CHANGED]])
 
 
 def measure_trial(trial: Trial, bench: Bench) -> Measurement:
@@ -91,15 +123,18 @@ def _interleaved(
         warmup=3,
         rounds=rounds,
         progress=lambda done, total: bench.progress(done, total, "rounds"),
-        until=None if trial is None else partial(_is_enough, trial),
+        until=None if trial is None else _until_enough(Rounds(trial)),
     )
 
 
-def _is_enough(trial: Trial, samples: Samples) -> bool:
-    clock: Clock = "device" if ("step", BASE, "device") in samples.collected else "host"
-    return is_enough(
-        trial, *(samples.collected["step", name, clock][0] for name in (BASE, CHANGED))
-    )
+def _until_enough(rounds: Rounds) -> Callable[[Timed], bool]:
+    def is_enough(timed: Timed) -> bool:
+        clock: Clock = "device" if ("step", BASE, "device") in timed.collected else "host"
+        return rounds.are_enough(
+            {name: timed.collected["step", name, clock][0] for name in (BASE, CHANGED)}
+        )
+
+    return is_enough
 
 
 def _in_blocks(cases: Mapping[str, OwnStep], device: Device, rounds: int, bench: Bench) -> Timing:

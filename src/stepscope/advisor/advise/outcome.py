@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -22,7 +23,7 @@ from stepscope.records.stats import (
     summarize,
 )
 from stepscope.report.blocks import Interval
-from stepscope.report.format import percent
+from stepscope.report.format import duration, percent
 from stepscope.runner.runner import OUT_OF_TIME
 
 LOSS_WITHIN = 0.05
@@ -121,6 +122,16 @@ class Tried:
         return Interval(value=value, low=low, high=high)
 
     @property
+    def gain_text(self) -> str:
+        """The realized gain with its interval, which is cut a whole step below it."""
+        gain, base = self.realized, self.base_ms
+        if gain is None or base is None:
+            return ""
+        least = gain.value - base
+        low = f"below {duration(least)}" if gain.low < least else duration(gain.low)
+        return f"{duration(gain.value)} [{low}, {duration(gain.high)}]"
+
+    @property
     def without_effect(self) -> str:
         """Reason why the change had no effect; empty if it had one."""
         return self.record.notes.get("without_effect", "")
@@ -141,6 +152,9 @@ class Tried:
             for name in missing
             if name in one.setting or (name == ACCELERATE and name in one.setting.values())
         )
+        if self.cut_off:
+            # What took the time is the compiler, if there is one.
+            refuted |= {one.code for one in self.trial.advice if "compile" in one.setting}
         ratio = None if self.without_effect else self.ratio
         return Result(self.trial.advice, ratio, self.works, refuted)
 
@@ -235,30 +249,36 @@ class Tried:
 def attributed(tried: Tried, others: Sequence[Tried]) -> list[Verified]:
     """Return what a trial shows of single changes: it is another one without one of them, or has
     one more."""
-    found = []
-    for one in others:
-        with_it, without = sorted((one, tried), key=lambda side: -len(side.trial.advice))
-        kept = [advice.code for advice in without.trial.advice]
-        own = [advice for advice in with_it.trial.advice if advice.code not in kept]
-        is_pair = kept and len(own) == 1 and len(with_it.trial.advice) == len(kept) + 1
-        gains = [side.realized_ms for side in (without, with_it)]
-        predicted = [side.predicted_ms for side in (without, with_it)]
-        if not is_pair or None in gains or None in predicted or without.without_effect:
-            continue
-        if with_it.without_effect or with_it.base_ms is None:
-            continue
-        found.append(
-            Verified(
-                device=tried.record.environment.device_name,
-                code=own[0].code,
-                predicted_ms=predicted[1] - predicted[0],  # type: ignore[operator]
-                realized_ms=gains[1] - gains[0],  # type: ignore[operator]
-                step_ms=with_it.base_ms,
-                when=tried.record.started,
-                factor=own[0].factor,
-            )
-        )
-    return found
+    pairs = (sorted((one, tried), key=lambda side: len(side.trial.advice)) for one in others)
+    found = (_of_one_change(without, with_it) for without, with_it in pairs)
+    return [one for one in found if one is not None]
+
+
+def _of_one_change(without: Tried, with_it: Tried) -> Verified | None:
+    """Return the gain of the only change that a trial has beyond another one; None if it has not
+    exactly one more, or if the noise of both is larger."""
+    kept = {one.code for one in without.trial.advice}
+    more = [one for one in with_it.trial.advice if one.code not in kept]
+    before, after = without.realized, with_it.realized
+    known = before and after and not (without.without_effect or with_it.without_effect)
+    if not (kept and len(more) == 1 == len(with_it.trial.advice) - len(kept) and known):
+        return None
+    assert before is not None
+    assert after is not None
+    predicted_ms = (with_it.predicted_ms or 0.0) - (without.predicted_ms or 0.0)
+    realized_ms = after.value - before.value
+    noise_ms = math.hypot(*((one.high - one.low) / 2 for one in (before, after)))
+    if noise_ms > max(abs(predicted_ms), abs(realized_ms)):
+        return None
+    return Verified(
+        device=with_it.record.environment.device_name,
+        code=more[0].code,
+        predicted_ms=predicted_ms,
+        realized_ms=realized_ms,
+        step_ms=with_it.base_ms or 0.0,
+        when=max(without.record.started, with_it.record.started),
+        factor=more[0].factor,
+    )
 
 
 def first_right(advice: Sequence[Advice], tried: Sequence[Tried], most: int = 3) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -33,7 +32,7 @@ from stepscope.advisor.advise.interleaved import (
 )
 from stepscope.advisor.advise.measure import (
     IN_BLOCKS,
-    is_enough,
+    Rounds,
     loss_series,
     trial_quantities,
 )
@@ -154,7 +153,6 @@ class Runs:
         self._start = start
         self._script: Script | None = None
         self._alive: dict[str, TrialProcess] = {}
-        self._stack = ExitStack()
         self.starts = 0
         """Number of starts of the script so far."""
 
@@ -245,10 +243,10 @@ def _interleaved(trial: Trial, script: Script, bench: Shows, runs: Runs, on_cpu:
         return times
     if alive[CHANGED].is_switched:
         times.notes[SHARED] = "its changes are a part of those of a process that was tried before"
-    turns = _Turns(alive[BASE].ready(), on_cpu)
+    turns, rounds = _Turns(alive[BASE].ready(), on_cpu), Rounds(trial)
     order_of, shuffle = list(alive), random.Random(0).shuffle
     starts, since_start = dict.fromkeys(alive, 1), 0
-    while not is_enough(trial, times.ms[BASE], times.ms[CHANGED]):
+    while not rounds.are_enough(times.ms, times.cpu_ms, times.instructions):
         shuffle(order_of)
         for name in order_of:
             try:
@@ -271,7 +269,9 @@ def _interleaved(trial: Trial, script: Script, bench: Shows, runs: Runs, on_cpu:
             bench.progress(times.rounds, trial.rounds, "rounds")
     if SHARED not in times.notes:
         for name, run in alive.items():
-            _complete_losses(run, trial.loss_steps - len(run.losses))
+            if not rounds.is_hopeless(times.ms):
+                fitting = 1e3 * rounds.left_s / 2 / max(times.ms[name])
+                _complete_losses(run, min(trial.loss_steps - len(run.losses), fitting))
             times.collect(name, run)
         counted = max(trial.loss_steps, len(times.losses[CHANGED]))
         times.losses[BASE] = times.losses[BASE][:counted]
@@ -290,11 +290,11 @@ def _ended(times: Times, script: Script, turns: _Turns, ended: ScriptEndedError)
     return times
 
 
-def _complete_losses(run: TrialProcess, steps: int) -> None:
+def _complete_losses(run: TrialProcess, steps: float) -> None:
     """Run the steps that the comparison of losses lacks, as far as the script has them."""
-    if steps > 0:
+    if steps >= 1:
         try:
-            run.turn(steps, untimed=0)
+            run.turn(int(steps), untimed=0)
         except ScriptFinishedError:
             return
 

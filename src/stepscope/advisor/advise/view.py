@@ -195,6 +195,8 @@ def _best(best: Tried | None, tried: Sequence[Tried]) -> Finding:
     speedup = 1 / best.ratio.value
     names = ", ".join(one.title for one in best.trial.advice)
     loss = "the loss was not compared"
+    if best.shares_process:
+        loss = "the loss was compared with more changes"
     if best.loss_off is not None:
         loss = f"with a loss that differs by {percent(best.loss_off)}"
     if best.loss_warning:
@@ -223,11 +225,9 @@ def _no_gain(tried: Sequence[Tried]) -> Finding:
         assert base is not None
         code = "advise.not-shown"
         values |= {"change": most.trial.code, "gain_ms": gain.value, "high_ms": gain.high}
-        low, high = duration(gain.low), duration(gain.high)
         text = (
             f"No gain is shown. The largest measured gain, of {most.trial.code}, is"
-            f" {duration(gain.value)} [{low}, {high}] of {duration(base)}; more rounds (--rounds)"
-            " narrow the interval."
+            f" {most.gain_text} of {duration(base)}; more rounds (--rounds) narrow the interval."
         )
     tone: Tone = "info" if code == "advise.no-gain" else "warn"
     return Finding(code=code, values=values, records=_ids(tried), text=text, tone=tone)

@@ -126,6 +126,12 @@ def _sampled_worker(
         plain(*given, **named)
 
 
+def _named(code: CodeType) -> str:
+    """Return the name of the function that the code is a part of, such as one with a generator."""
+    names = code.co_qualname.split(".")
+    return next((name for name in reversed(names) if not name.startswith("<")), code.co_name)
+
+
 def _write(
     path: Path, samples: Counter[tuple[CodeType, int] | None], root: Path, *, in_worker: bool
 ) -> None:
@@ -133,7 +139,7 @@ def _write(
         LoaderLine(
             file=relative(code.co_filename, root),
             line=line,
-            function=code.co_name,
+            function=_named(code),
             code=source_of(code.co_filename).code(line),
             samples=count,
         )

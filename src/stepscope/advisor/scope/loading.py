@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
+from torch.autograd.profiler import record_function
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import dataloader
 
 _EXPLAINED = 0.5
@@ -35,6 +38,23 @@ def batches_taken(within: Callable[[Any], AbstractContextManager[object]]) -> It
         yield
     finally:
         iterator_class.__next__ = plain
+
+
+@contextmanager
+def as_one_range(batches: Any) -> Iterator[None]:
+    """Hide the operators that make a batch in this process from traces and modes, except for the
+    range of the DataLoader: a `collate_fn` may run more of them than the step. Their lines are
+    sampled (`LoaderLines`)."""
+    if getattr(batches, "_num_workers", 0):
+        yield
+        return
+    record: Any = torch._C._autograd._enable_record_function
+    with record_function(batches._profile_name), _disable_current_modes():
+        record(False)
+        try:
+            yield
+        finally:
+            record(True)
 
 
 def with_mean_wait(steps: Sequence[float], waits: Sequence[float]) -> tuple[float, ...] | None:

@@ -20,7 +20,7 @@ from stepscope.advisor.lines.recording import StepLines, script_folder
 from stepscope.advisor.scope.closures import with_closure
 from stepscope.advisor.scope.counting import StepCount
 from stepscope.advisor.scope.issue import BACKWARD, FORWARD, OPTIMIZER, OUTSIDE, IssueClock
-from stepscope.advisor.scope.loading import batches_taken
+from stepscope.advisor.scope.loading import as_one_range, batches_taken
 from stepscope.advisor.scope.stages import Effort, Stage
 from stepscope.advisor.scope.steps import backward_task
 from stepscope.advisor.scope.tokens import tokens_in
@@ -62,6 +62,8 @@ class Recorder:
         self._loaded_ms = 0.0
         self.loader_workers = 0
         """Worker processes of the DataLoaders that the timed steps took batches from."""
+        self._loads_apart = False
+        """Whether the operators of the DataLoaders are hidden."""
         self.epoch_starts: list[int] = []
         """DataLoaders whose first batch each timed step took: their workers have just started."""
         self._epoch_starts = 0
@@ -209,6 +211,9 @@ class Recorder:
         if stage is Stage.WARMUP and self.steps == self.effort.warmup - 1:
             self._calls = OutermostCalls(self.models)
             self._open.enter_context(self._calls.seen())
+        if stage in (Stage.COUNTED, Stage.LEAD_IN) and not self._loads_apart:
+            self._loads_apart = True
+            self._throughout.enter_context(batches_taken(as_one_range))
         if stage is Stage.ISSUED:
             self._start_issuing()
         elif stage is Stage.COUNTED:

@@ -63,7 +63,7 @@ class Acceleration:
             if None in reasons:
                 return None
             return f"no layer runs in FP8: {reasons[0] if reasons else 'none was called'}"
-        if any(report.replaced or report.notes for report in self._reports):
+        if any(one.replaced or one.notes or one.compilation for one in self._reports):
             return None
         left = [
             f"{one.name or one.piece}: {one.reason}"

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from stepscope.acceleration.changes import checkpoint_blocks, compile_own, one_kernel_attention
-from stepscope.acceleration.losses import without_cache
 from stepscope.advisor.scope.trained_calls import Trained, before_first_call
 from stepscope.advisor.trial.accelerated import Acceleration
 from stepscope.advisor.trial.backwards import Backwards
@@ -67,7 +66,6 @@ class Changes:
         self._model_changes: dict[str, Callable[[torch.nn.Module], int]] = {}
         self._calls: list[Calls] = []
         self._plan = Application(settings=(), blocks={})
-        self._throughout = ExitStack()
         self._autocast = ExitStack()
         self._autocast_on = False
         self._compiled = False
@@ -120,8 +118,6 @@ class Changes:
         self._loop.attach()
 
     def _first_called(self, trained: Trained) -> None:
-        # Blocks that run again would add to a key-value cache twice.
-        self._throughout.enter_context(without_cache(trained.model))
         apply_plan(trained.model, trained.optimizer, self._plan)
         self.applied[MEMORY] += len(self._plan.blocks) + self._plan.host_states
 

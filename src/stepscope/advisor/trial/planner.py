@@ -25,7 +25,8 @@ from stepscope.advisor.scope.trained_calls import (
     trained_by,
 )
 from stepscope.errors import StepscopeError, one_line
-from stepscope.planning.fit import FakeStep, fastest_within
+from stepscope.planning.fake_run import FakeStep
+from stepscope.planning.fit import fastest_within
 from stepscope.planning.loop import FakeLoop
 from stepscope.planning.operators import known_rates
 from stepscope.records.plans import FAILED, PLANNED, FittedStep
@@ -81,9 +82,8 @@ class MemoryPlanner:
     def _planned(self, loop: FakeLoop) -> FittedStep:
         rates, batch = known_rates(), loop.batch
         with loop.fakes.active():
-            step = FakeStep(loop.model, loop.optimizer, batch, loop.options)
+            step = FakeStep(loop.fakes, loop.model, loop.optimizer, batch, loop.options)
             chosen = fastest_within(
-                loop.fakes,
                 step,
                 self._budget,
                 rates,

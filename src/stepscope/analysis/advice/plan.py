@@ -7,13 +7,13 @@ it ended, and one with a time limit has tried the most promising combinations.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from stepscope.analysis.advice.ranges import gain_range
 from stepscope.analysis.advice.rule import WORTH, Advice
 from stepscope.analysis.advice.search import Combination, Space
+from stepscope.analysis.advice.stopping import faster
 from stepscope.records.stats import Ratio
 
 _COMPARABLE = 1.1
@@ -42,12 +42,6 @@ class Result(NamedTuple):
 class Planned(NamedTuple):
     combination: Combination
     purpose: Purpose
-
-
-def faster(one: Ratio, other: Ratio) -> bool:
-    """Return True if a step is faster than another one by more than the noise of both."""
-    noise = math.hypot(*((ratio.high - ratio.low) / 2 for ratio in (one, other)))
-    return other.value - one.value > noise
 
 
 class Plan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from stepscope.analysis.advice.rule import WORTH
 from stepscope.records.stats import Ratio
 
@@ -14,16 +16,28 @@ def is_decided(ratio: Ratio, best: Ratio | None = None) -> bool:
     changed step over the unchanged one, with an interval that allows stopping at any time; `best`
     is that of the best combination so far.
 
-    A hopeless trial ends first: one that gains less than 3 % at best. Compared with the best
-    combination, it must be known which of the two is faster.
+    A hopeless trial ends first. Compared with the best combination, it must be known which of the
+    two is faster, or that they differ by less than a change must gain.
     """
-    if ratio.low > 1.0 - WORTH:
+    if is_hopeless(ratio):
+        return True
+    if best is not None and abs(ratio.value - best.value) + _noise(ratio, best) <= WORTH:
         return True
     reference = 1.0 if best is None else best.value
-    known = ratio.excludes_one if best is None else _are_apart(ratio, best)
+    known = ratio.excludes_one if best is None else faster(ratio, best) or faster(best, ratio)
     enough = max(_OF_STEP, _OF_GAIN * abs(reference - ratio.value))
     return known and (ratio.high - ratio.low) / 2 <= enough
 
 
-def _are_apart(one: Ratio, other: Ratio) -> bool:
-    return one.high < other.low or other.high < one.low
+def is_hopeless(ratio: Ratio) -> bool:
+    """Return True if a change gains less than it must, at best."""
+    return ratio.low > 1.0 - WORTH
+
+
+def faster(one: Ratio, other: Ratio) -> bool:
+    """Return True if a step is faster than another one by more than the noise of both."""
+    return other.value - one.value > _noise(one, other)
+
+
+def _noise(one: Ratio, other: Ratio) -> float:
+    return math.hypot(*((ratio.high - ratio.low) / 2 for ratio in (one, other)))

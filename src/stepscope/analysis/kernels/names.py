@@ -71,7 +71,6 @@ _OWN: dict[str, tuple[Class, Role]] = {
     "swiglu_backward_kernel": ("elementwise", ""),
     "rotary_turn_kernel": ("elementwise", ""),
     "rotary_gather_kernel": ("elementwise", ""),
-    "rotary_tile_kernel": ("elementwise", ""),
     "gather_heads_kernel": ("elementwise", ""),
     "cross_entropy_rows_kernel": ("softmax", ""),
     "cross_entropy_short_rows_kernel": ("softmax", ""),

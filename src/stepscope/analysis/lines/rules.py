@@ -162,7 +162,7 @@ def _words(loop: Loop, place: Place) -> _Words | None:
     tensors = max(loop.gradients, 0 if shared else loop.parameters)
     if not loop.matmuls and tensors >= each / 2:
         return _PARAMETERS
-    if loop.carried >= _CHAIN_FROM * loop.operators:
+    if _is_chain(loop):
         if loop.parameters and shared and each >= _SCAN_FROM / 2:
             return _RECURRENT
         return _SCAN if not loop.parameters and each >= _SCAN_FROM else None
@@ -174,14 +174,20 @@ def _words(loop: Loop, place: Place) -> _Words | None:
     return _MODULES if loop.parameters >= each and not shared else _OTHER
 
 
+def _is_chain(loop: Loop) -> bool:
+    """Return True if most operators depend on an earlier iteration, where there is one: those of
+    the first iteration do not."""
+    later = loop.operators * (1 - loop.entries / max(1, loop.iterations))
+    return loop.carried >= _CHAIN_FROM * later
+
+
 def module_loops(lines: Lines) -> Iterator[tuple[Loop, int]]:
     """Yield the loops in which no iteration needs the one before and each has its own parameters,
     with their operators in the backward."""
     for index, loop in enumerate(lines.loops):
         shared = loop.parameter_reads >= 2 * loop.parameters * max(1, loop.entries)
-        chained = loop.carried >= _CHAIN_FROM * loop.operators
         several = loop.iterations >= 2 * loop.entries and loop.parameters >= loop.iterations
-        if several and not (loop.trains or shared or chained):
+        if several and not (loop.trains or shared or _is_chain(loop)):
             sites = (site for site in lines.sites if index in site.loops)
             yield loop, sum(site.backward for site in sites)
 

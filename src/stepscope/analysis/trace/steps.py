@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from stepscope.analysis.trace.host import BACKWARD, OPTIMIZER_STEP, OUTSIDE, PHASES
-from stepscope.analysis.trace.model import Ints
+from stepscope.analysis.trace.intervals import overlap, union
+from stepscope.analysis.trace.model import Ints, ints
 from stepscope.analysis.trace.summary import Cut
 from stepscope.analysis.trace.work import NO_CALL, DeviceWork
 
@@ -124,27 +125,41 @@ def step_of(work: DeviceWork, steps: tuple[Step, ...]) -> Ints:
 
 def data_ms(work: DeviceWork, steps: tuple[Step, ...]) -> float:
     """Milliseconds per step that the CPU spends in a DataLoader of PyTorch."""
-    spans, names = work.trace.spans, work.trace.names
-    loading = [n for n, name in enumerate(names) if name.startswith(LOADING)]
-    own = spans.is_range & np.isin(spans.name, loading)
-    start, end = spans.start[own], spans.end[own]
+    start, end = _loading(work)
     inside = sum(
         int(np.maximum(0, np.minimum(end, s.end) - np.maximum(start, s.start)).sum()) for s in steps
     )
     return inside / 1e6 / max(1, len(steps))
 
 
+def _loading(work: DeviceWork) -> tuple[Ints, Ints]:
+    """Return when DataLoaders were running."""
+    spans, names = work.trace.spans, work.trace.names
+    loading = [n for n, name in enumerate(names) if name.startswith(LOADING)]
+    own = spans.is_range & np.isin(spans.name, loading)
+    return spans.start[own], spans.end[own]
+
+
 def phase_walls(work: DeviceWork, steps: tuple[Step, ...]) -> dict[str, float]:
-    """Milliseconds per step from the end of the previous phase to the last work of each phase."""
-    walls: dict[str, float] = {}
+    """Milliseconds per step from the end of the previous phase to the last work of each phase,
+    without the work outside of phases and DataLoaders, which have their own."""
+    outside = work.phase == OUTSIDE
+    parts = zip((work.start[outside], work.end[outside]), _loading(work), strict=True)
+    aside = union(*map(np.concatenate, parts))
+    walls = dict.fromkeys(PHASES, 0)
     for step in steps:
         first, last = np.searchsorted(work.start, (step.start, step.end))
         ends, phases = work.end[first:last], work.phase[first:last]
+        walls[PHASES[OUTSIDE]] += _covered(step.start, step.end, aside)
         reached = step.start
         for code, phase in enumerate(PHASES[:OUTSIDE]):
             own = ends[phases == code]
             if len(own):
                 until = max(reached, int(own.max()))
-                walls[phase] = walls.get(phase, 0.0) + (until - reached) / 1e6 / len(steps)
+                walls[phase] += until - reached - _covered(reached, until, aside)
                 reached = until
-    return walls
+    return {phase: wall / 1e6 / len(steps) for phase, wall in walls.items() if wall}
+
+
+def _covered(start: int, end: int, aside: tuple[Ints, Ints]) -> int:
+    return int(overlap(ints([start]), ints([end]), *aside)[0])

@@ -137,7 +137,8 @@ class Summary(Piece, frozen=True):
     steps: tuple[float, ...]
     """Wall time of each step in milliseconds."""
     phases: dict[str, float]
-    """Wall time of each phase in milliseconds, idle time included."""
+    """Wall time of each phase in milliseconds, idle time included; that of a DataLoader is
+    outside."""
     lines: tuple[LedgerLine, ...]
     doubt: str
     """Reason why too much of the step is unattributed; empty if it is not."""

@@ -22,7 +22,8 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
     script: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT [ARGUMENTS …]")] = ""
     """The training script and its arguments."""
     budget: str = ""
-    """Memory that the step may need, such as 60GiB. Without it: the memory of the script's GPU."""
+    """Memory that the step may need, such as 60GiB or 60 (GiB). Without it: the memory of the
+    script's GPU."""
     verify: bool = False
     """Run steps with the plan, and without it where it fits, and measure their time and peak."""
     host_states: bool = False
@@ -60,7 +61,7 @@ def main(words: list[str]) -> int:
         raise no_such_file(target, "script", "give a module after -m")
     if options.steps < 1:
         raise UsageError(f"--steps is {options.steps}", "use 1 or more")
-    budget = bytes_of(options.budget) if options.budget else 0
+    budget = bytes_of(options.budget, "GiB") if options.budget else 0
     if options.frontier is not None:
         require_writable(options.frontier, "give another path with --frontier")
     script = Script(target=target, module=options.module, words=tuple(rest))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from stepscope.analysis.predict.plan import Mode, StepPlan
+from stepscope.analysis.predict.sizes import bytes_of
 from stepscope.analysis.predict.step import Prediction, predict
 from stepscope.cli.common import json_line, parse
 from stepscope.errors import UsageError
@@ -20,13 +21,11 @@ from stepscope.training.plans import settings_of
 from stepscope.training.shape import model_shape, size_name
 
 if TYPE_CHECKING:
-    from stepscope.planning.fake_run import MemoryPrediction
-    from stepscope.records.plans import Plan
     from stepscope.studies.own.prediction import ModelPlan
 
 _OF_MODELS = {
-    "model", "batch", "dtype", "optimizer", "checkpoint", "budget", "json", "ranks", "sharding",
-    "frontier",
+    "model", "batch", "dtype", "optimizer", "checkpoint", "compile", "budget", "json", "ranks",
+    "sharding", "frontier",
 }  # fmt: skip
 """Options that apply to a model of a user."""
 _OPTIMIZERS = {"torch": "adamw", "torch-fused": "adamw-fused"}
@@ -44,9 +43,12 @@ class PredictOptions(StepFlags, frozen=True, kw_only=True):
     course (the AdamW of the CS336 assignment)."""
     model: str = ""
     """A model of your own: package.module:function, as in `stepscope run own`. It is built and run
-    on fake tensors, in eager mode; --batch, --dtype, --optimizer (torch, torch-fused), --checkpoint
-    (no, blocks), --budget, --frontier, --ranks, --sharding (none: DDP, full: FSDP2) and --json
+    on fake tensors; --batch, --dtype, --optimizer (torch, torch-fused), --checkpoint (no, blocks),
+    --compile, --budget, --frontier, --ranks, --sharding (none: DDP, full: FSDP2) and --json
     apply."""
+    compile: tuple[str, ...] = ("no",)
+    """With --model, torch.compile: no (eager), block (each repeated block by itself), model (the
+    full model). The memory of compiled code is an estimate."""
     ranks: int = 1
     """Data-parallel ranks, each with its own batch."""
     sharding: Literal["none", "optimizer", "full"] = "none"
@@ -56,8 +58,9 @@ class PredictOptions(StepFlags, frozen=True, kw_only=True):
     """Device to predict for. On cuda the rounding of the caching allocator is included."""
     written_out: bool = False
     """Softmax and SiLU as separate elementwise operators, as in the CS336 reference model."""
-    budget: float | None = None
-    """Memory budget in GiB; if the step exceeds it, list the smallest changes that make it fit."""
+    budget: str = ""
+    """Memory budget, such as 80 (GiB) or 900MiB. If the step exceeds it, list the smallest changes
+    that make it fit; with --model, the largest batches that fit."""
     frontier: str = ""
     """With --model: write a figure of time against memory of all plans (save, recompute, copy to
     host memory) to this SVG file, and print them."""
@@ -65,16 +68,20 @@ class PredictOptions(StepFlags, frozen=True, kw_only=True):
     """Print one line of JSON: the memory of every phase by kind of tensor, in bytes."""
 
     def __post_init__(self) -> None:
-        if self.budget is not None and not 0 < self.budget < 2**40:
-            raise UsageError(f"--budget is {self.budget}", "give GiB, such as 80")
+        _ = self.budget_bytes
         if self.model:
             _check_applies(self)
-        elif self.frontier:
-            raise UsageError("--frontier applies to a model of your own", "give --model")
+        elif self.frontier or self.compile != ("no",):
+            flag = "frontier" if self.frontier else "compile"
+            raise UsageError(f"--{flag} applies to a model of your own", "give --model")
         if self.sharding != "none" and self.ranks == 1:
             raise UsageError(
                 f"--sharding {self.sharding} with one rank", "give the number of ranks with --ranks"
             )
+
+    @property
+    def budget_bytes(self) -> int | None:
+        return bytes_of(self.budget, "GiB") if self.budget else None
 
 
 def main(words: list[str]) -> int:
@@ -90,6 +97,7 @@ def main(words: list[str]) -> int:
             "stepscope predict --model my_model:build --batch 8 --dtype bfloat16 --budget 80",
             "stepscope predict --model my_model:build --ranks 64 --sharding full --budget 80"
             " --frontier plans.svg",
+            "stepscope predict --model my_model:build --compile no block model",
             "stepscope predict --size 2.7b --context 2048",
             "stepscope predict --size 2.7b --context 128 256 512 --dtype float32 bfloat16",
             "stepscope predict --size xl --table 2026 --context 2048 --budget 80",
@@ -126,6 +134,7 @@ def _check_applies(options: PredictOptions) -> None:
     for flag, values, known in (
         ("optimizer", options.optimizer, (*_OPTIMIZERS,)),
         ("checkpoint", options.checkpoint, (NONE, "blocks")),
+        ("compile", options.compile, ("no", "block", "model")),
         ("sharding", (options.sharding,), ("none", "full")),
     ):
         for value in values:
@@ -134,37 +143,50 @@ def _check_applies(options: PredictOptions) -> None:
 
 
 def _predict_models(options: PredictOptions) -> int:
-    from stepscope.studies.own.prediction import ModelPlan, plans_that_fit, predict_model
+    from stepscope.studies.own.prediction import ModelPlan
 
+    assert options.sharding != "optimizer"
     plans = [
-        ModelPlan(options.model, batch, precision(dtype).name, _OPTIMIZERS[optimizer], how != NONE)
-        for batch, dtype, optimizer, how in itertools.product(
-            options.batch, options.dtype, options.optimizer, options.checkpoint
+        ModelPlan(
+            options.model, batch, precision(dtype).name, _OPTIMIZERS[optimizer], how != NONE,
+            compiled, options.ranks, options.sharding,
         )
-    ]
-    budget = None if options.budget is None else int(options.budget * 2**30)
-    if options.frontier or options.ranks > 1:
-        return _predict_plans(options, plans, budget)
-    answers = []
-    for plan in plans:
-        prediction = predict_model(plan)
-        fitting = () if budget is None else tuple(plans_that_fit(plan, budget))
-        answers.append((plan, prediction, fitting))
+        for batch, dtype, optimizer, how, compiled in itertools.product(
+            options.batch, options.dtype, options.optimizer, options.checkpoint, options.compile
+        )
+    ]  # fmt: skip
+    show = _show_frontier if options.frontier else _show_model
+    facts = [show(options, plan) for plan in plans]
     if options.json:
-        print(json_line({"predictions": [_facts_of_model(*answer) for answer in answers]}))
-        return 0
-    from stepscope.report.terminal import print_findings, print_table
-    from stepscope.views import prediction as view
-
-    for plan, prediction, fitting in answers:
-        print_findings(view.model_findings(str(plan), prediction, budget, fitting))
-        print()
-        print_table(view.ledger_table(prediction.phases, view.SECOND_STEP))
+        print(json_line({"predictions": facts}))
     return 0
 
 
-def _predict_plans(options: PredictOptions, steps: list[ModelPlan], budget: int | None) -> int:
-    """Print the frontier of each step, of the last one as a figure too."""
+def _show_model(options: PredictOptions, plan: ModelPlan) -> dict[str, object]:
+    """Print the peak of a step and what fits; return both."""
+    from stepscope.report.terminal import print_findings, print_table
+    from stepscope.studies.own.prediction import batches_that_fit, predict_model
+    from stepscope.views import prediction as view
+
+    budget, prediction = options.budget_bytes, predict_model(plan)
+    fitting = [] if budget is None else [*batches_that_fit(plan, budget)]
+    if not options.json:
+        print_findings(view.model_findings(str(plan), prediction, budget, fitting))
+        print()
+        print_table(view.ledger_table(prediction.phases, view.SECOND_STEP))
+    return {
+        **plan._asdict(),
+        "peak_bytes": prediction.peak.allocated,
+        "reserved_bytes": prediction.reserved,
+        "is_estimate": prediction.is_estimate,
+        "phases": prediction.phases,
+        "assumed": prediction.assumed,
+        "fitting": fitting,
+    }
+
+
+def _show_frontier(options: PredictOptions, plan: ModelPlan) -> dict[str, object]:
+    """Print the plans of a step, and write them as a figure."""
     from stepscope.analysis.predict.fit import within
     from stepscope.files import replace_file
     from stepscope.report.plots import svg
@@ -173,41 +195,14 @@ def _predict_plans(options: PredictOptions, steps: list[ModelPlan], budget: int 
     from stepscope.studies.own.prediction import frontier_of
     from stepscope.views import prediction as view
 
-    assert options.sharding != "optimizer"
-    facts = []
-    for step in steps:
-        found = frontier_of(step, options.ranks, options.sharding)
-        facts.append({**step._asdict(), **view.frontier_facts(found)})
-        if options.frontier:
-            figure = view.frontier_figure(
-                found.plans, None if budget is None else within(found, budget)
-            )
-            replace_file(Path(options.frontier), [standalone_svg(svg(figure)).encode()])
-        if not options.json:
-            print_findings(view.frontier_findings(str(step), found, budget))
-            print()
-            print_table(view.frontier_table(found))
-    if options.json:
-        print(json_line({"predictions": facts}))
-    return 0
-
-
-def _facts_of_model(
-    plan: ModelPlan,
-    prediction: MemoryPrediction,
-    fitting: Sequence[tuple[ModelPlan, Plan]],
-) -> dict[str, object]:
-    return {
-        **plan._asdict(),
-        "peak_bytes": prediction.peak.allocated,
-        "reserved_bytes": prediction.reserved,
-        "phases": prediction.phases,
-        "assumed": prediction.assumed,
-        "fitting": [
-            {**other._asdict(), "peak_bytes": one.peak, "blocks": one.words}
-            for other, one in fitting
-        ],
-    }
+    budget, found = options.budget_bytes, frontier_of(plan)
+    figure = view.frontier_figure(found.plans, None if budget is None else within(found, budget))
+    replace_file(Path(options.frontier), [standalone_svg(svg(figure)).encode()])
+    if not options.json:
+        print_findings(view.frontier_findings(str(plan), found, budget))
+        print()
+        print_table(view.frontier_table(found))
+    return {**plan._asdict(), **view.frontier_facts(found)}
 
 
 def _plans(options: PredictOptions) -> Iterator[tuple[str, StepPlan]]:
@@ -237,8 +232,8 @@ def _print(options: PredictOptions, predictions: list[tuple[str, Prediction]]) -
     for name, prediction in predictions:
         words = view.plan_name(name, prediction.plan)
         findings.append(view.peak_finding(words, prediction))
-        if options.budget is not None:
-            findings.append(view.budget_finding(words, prediction, int(options.budget * 2**30)))
+        if (budget := options.budget_bytes) is not None:
+            findings.append(view.budget_finding(words, prediction, budget))
     print_findings(findings)
     print()
     print_table(view.phases_table(predictions))

@@ -1,5 +1,4 @@
-"""Rotary position embedding; a program rotates the pairs of one token, or of a few tokens, and some
-of its heads.
+"""Rotary position embedding; a program rotates the pairs of one token, and some of its heads.
 
 The first 2 · HALF entries of a head are rotated; the others, if there are any, stay. Heads of q and
 k follow each other, or alternate (GROUP = 2) with those of v between them.
@@ -17,8 +16,6 @@ from stepscope.kernels.triton.magnitude import finite_magnitude, stored_magnitud
 from stepscope.torch_tools.triton_available import on_its_device
 
 _MAX_PAIRS = 4096
-_PAIRS_OF_A_TILE = 1024
-"""Of `rotary_tile_kernel`: 16 entries for each thread of four warps."""
 
 
 @triton.jit
@@ -150,113 +147,6 @@ def rotary_gather_kernel(
             largest = tl.maximum(largest, tl.max(finite_magnitude(b_rest.to(tl.float32))))
     if AMAX:
         tl.store(largest_ptr + pid_token * 3 + pid_part, largest)
-
-
-@triton.jit
-def rotary_tile_kernel(
-    x_ptr,
-    out_ptr,
-    cos_ptr,
-    sin_ptr,
-    x_stride_b,
-    x_stride_h,
-    x_stride_s,
-    out_stride_b,
-    out_stride_h,
-    out_stride_s,
-    table_stride_b,
-    table_stride_s,
-    pair_stride,
-    H,
-    S,
-    sign,
-    PAIRS: tl.constexpr,
-    D: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-):
-    """Rotate BLOCK_H heads of BLOCK_S tokens by `sign` times the angles of their positions.
-
-    Pairs are (2i, 2i + 1) if INTERLEAVED, else (i, i + PAIRS). BLOCK_REST: block of the entries
-    that are not rotated, or zero. Tiles are (BLOCK_S, BLOCK_H, entries).
-    """
-    tiles = tl.cdiv(S, BLOCK_S)
-    batch = (tl.program_id(0) // tiles).to(tl.int64)
-    offs_s = ((tl.program_id(0) % tiles) * BLOCK_S + tl.arange(0, BLOCK_S)).to(tl.int64)
-    offs_h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
-    offs_p = tl.arange(0, BLOCK_PAIRS)
-    mask_p = offs_p < PAIRS
-    table = offs_s[:, None] * table_stride_s + offs_p[None, :] * pair_stride
-    table += batch * table_stride_b
-    mask_table = (offs_s < S)[:, None] & mask_p[None, :]
-    b_cos = tl.load(cos_ptr + table, mask=mask_table, other=0.0)[:, None, :]
-    b_sin = tl.load(sin_ptr + table, mask=mask_table, other=0.0)[:, None, :] * sign
-    offs_x = offs_s[:, None] * x_stride_s + offs_h[None, :] * x_stride_h
-    offs_out = offs_s[:, None] * out_stride_s + offs_h[None, :] * out_stride_h
-    x_ptrs = (x_ptr + batch * x_stride_b + offs_x)[:, :, None]
-    out_ptrs = (out_ptr + batch * out_stride_b + offs_out)[:, :, None]
-    mask_heads = ((offs_s < S)[:, None] & (offs_h < H)[None, :])[:, :, None]
-    out_dtype = out_ptr.dtype.element_ty
-    if INTERLEAVED:
-        # Both entries of a pair in one wide load.
-        offs = tl.arange(0, 2 * BLOCK_PAIRS)[None, None, :]
-        mask = mask_heads & (offs < 2 * PAIRS)
-        b_x = tl.load(x_ptrs + offs, mask=mask, other=0.0).to(tl.float32)
-        b_x1, b_x2 = tl.split(tl.reshape(b_x, (BLOCK_S, BLOCK_H, BLOCK_PAIRS, 2)))
-        b_y = tl.join(b_x1 * b_cos - b_x2 * b_sin, b_x2 * b_cos + b_x1 * b_sin)
-        b_y = tl.reshape(b_y, (BLOCK_S, BLOCK_H, 2 * BLOCK_PAIRS))
-        tl.store(out_ptrs + offs, b_y.to(out_dtype), mask=mask)
-    else:
-        offs = offs_p[None, None, :]
-        mask = mask_heads & mask_p[None, None, :]
-        b_x1 = tl.load(x_ptrs + offs, mask=mask, other=0.0).to(tl.float32)
-        b_x2 = tl.load(x_ptrs + offs + PAIRS, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out_ptrs + offs, (b_x1 * b_cos - b_x2 * b_sin).to(out_dtype), mask=mask)
-        tl.store(out_ptrs + offs + PAIRS, (b_x2 * b_cos + b_x1 * b_sin).to(out_dtype), mask=mask)
-    if BLOCK_REST:
-        offs_rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)[None, None, :]
-        mask_rest = mask_heads & (offs_rest < D)
-        b_rest = tl.load(x_ptrs + offs_rest, mask=mask_rest, other=0.0)
-        tl.store(out_ptrs + offs_rest, b_rest.to(out_dtype), mask=mask_rest)
-
-
-@on_its_device
-def rotate_tiles(
-    x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, back: bool
-) -> None:
-    """Rotate x into out, both (batch, heads, seq, d_head) with adjacent entries of a head, which
-    may differ in strides and dtypes. The tables are (seq, pairs), or (batch, seq, pairs), in
-    float32 with the same strides."""
-    batch, heads, seq, d = x.shape
-    pairs = cos.shape[-1]
-    rest = d - 2 * pairs
-    block_pairs = triton.next_power_of_2(pairs)
-    at_once = max(1, _PAIRS_OF_A_TILE // block_pairs)
-    block_heads = min(triton.next_power_of_2(heads), at_once)
-    block_tokens = min(triton.next_power_of_2(seq), at_once // block_heads)
-    rotary_tile_kernel[(batch * triton.cdiv(seq, block_tokens), triton.cdiv(heads, block_heads))](
-        x,
-        out,
-        cos,
-        sin,
-        *x.stride()[:3],
-        *out.stride()[:3],
-        *(cos.stride() if cos.dim() == 3 else (0, *cos.stride())),
-        heads,
-        seq,
-        -1.0 if back else 1.0,
-        PAIRS=pairs,
-        D=d,
-        INTERLEAVED=interleaved,
-        BLOCK_S=block_tokens,
-        BLOCK_H=block_heads,
-        BLOCK_PAIRS=block_pairs,
-        BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
-        num_warps=4,
-    )
 
 
 @on_its_device

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from stepscope.analysis.predict.fit import within
+from stepscope.analysis.predict.fit import MARGIN, within
+from stepscope.analysis.predict.largest import largest_within
 from stepscope.errors import UsageError
 from stepscope.model.config import precision
-from stepscope.records.plans import Frontier, Plan
+from stepscope.records.plans import FittingBatch, Frontier
 from stepscope.training.building import build, call, loss_of
 
 if TYPE_CHECKING:
-    import torch
+    from stepscope.planning.fake_run import FakeStep, MemoryPrediction
+    from stepscope.planning.forms import Form
 
-    from stepscope.planning.fake_run import MemoryPrediction, StepOptions
-    from stepscope.planning.fake_step import Fakes
+_COMPILE: dict[str, Literal["model", "blocks"] | None] = {
+    "no": None,
+    "block": "blocks",
+    "model": "model",
+}
 
 
 class ModelPlan(NamedTuple):
@@ -29,29 +35,33 @@ class ModelPlan(NamedTuple):
     optimizer: str
     checkpoint: bool = False
     """Checkpoint every entry of its ModuleLists."""
+    compile: str = "no"
+    ranks: int = 1
+    sharding: Literal["none", "full"] = "none"
 
     def __str__(self) -> str:
-        how = ", blocks checkpointed" if self.checkpoint else ""
-        return f"{self.model} at batch {self.batch}, in {self.dtype}{how}"
+        parts = [f"{self.model} at batch {self.batch}, in {self.dtype}"]
+        parts += ["blocks checkpointed"] if self.checkpoint else []
+        parts += [f"compiled by {self.compile}"] if self.compile != "no" else []
+        if self.ranks > 1:
+            parts.append(f"{'FSDP2' if self.sharding == 'full' else 'DDP'} on {self.ranks} ranks")
+        return ", ".join(parts)
 
+    @property
+    def form(self) -> Form:
+        from stepscope.planning.forms import Form
+        from stepscope.planning.ranks import Ranks
 
-class _FakeStep(NamedTuple):
-    """A step of fake tensors."""
-
-    fakes: Fakes
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    batch: Any
-    options: StepOptions
+        return Form(_COMPILE[self.compile], Ranks(self.ranks, self.sharding))
 
 
 @contextmanager
-def _fake_step(plan: ModelPlan) -> Iterator[_FakeStep]:
+def _fake_step(plan: ModelPlan) -> Iterator[FakeStep]:
     import torch
 
     from stepscope.acceleration.changes import checkpoint_blocks
     from stepscope.measure.ledger import line_of_code
-    from stepscope.planning.fake_run import StepOptions
+    from stepscope.planning.fake_run import FakeStep, StepOptions
     from stepscope.planning.fake_step import Fakes
     from stepscope.training.parts import make_optimizer
 
@@ -70,7 +80,7 @@ def _fake_step(plan: ModelPlan) -> Iterator[_FakeStep]:
                 f"the model of {plan.model} has no ModuleList of blocks to checkpoint",
                 "leave --checkpoint out",
             )
-        yield _FakeStep(
+        yield FakeStep(
             fakes,
             model,
             make_optimizer(plan.optimizer, model),
@@ -84,37 +94,40 @@ def _fake_step(plan: ModelPlan) -> Iterator[_FakeStep]:
 
 def predict_model(plan: ModelPlan) -> MemoryPrediction:
     """Build the model with fake tensors and predict the memory of its step."""
-    from stepscope.planning.fake_run import predict_fake
+    from stepscope.planning.forms import predict_step
 
     with _fake_step(plan) as step:
-        return predict_fake(*step)
+        return predict_step(step, plan.form)
 
 
-def frontier_of(plan: ModelPlan, ranks: int, sharding: Literal["none", "full"]) -> Frontier:
+def frontier_of(plan: ModelPlan) -> Frontier:
     """Build the model with fake tensors and predict all plans of its step."""
     from stepscope.planning.application import described
     from stepscope.planning.operators import known_rates
     from stepscope.planning.plans import plans_of
-    from stepscope.planning.ranks import Ranks
 
     with _fake_step(plan) as step:
-        rates, among = known_rates(), Ranks(ranks, sharding)
-        among.require_valid()
-        plans = tuple(map(described, plans_of(*step[1:], rates, among)))
-    return Frontier(plans=plans, device=rates.device, ranks=ranks, sharding=sharding)
+        rates = known_rates()
+        plans = tuple(map(described, plans_of(step, rates, plan.form)))
+    return Frontier(plans=plans, device=rates.device, ranks=plan.ranks, sharding=plan.sharding)
 
 
-def plans_that_fit(plan: ModelPlan, budget: int) -> Iterator[tuple[ModelPlan, Plan]]:
-    """The largest batch that fits, halved from that of the plan: with the fastest plan of its
-    blocks, and as the model is."""
-    batch, is_first = plan.batch, True
-    while batch:
-        candidate = plan._replace(batch=batch)
-        fitting = within(frontier_of(candidate, 1, "none"), budget)
-        is_plain = fitting is not None and fitting.is_plain
-        if fitting is not None and (is_first or is_plain):
-            yield candidate, fitting
-            is_first = False
-        if is_plain:
-            return
-        batch //= 2
+def batches_that_fit(plan: ModelPlan, budget: int) -> Iterator[FittingBatch]:
+    """The largest batch that fits as the model is, and those that fit with a plan of its blocks:
+    the batch of the step, and the largest one."""
+    frontiers = cache(lambda batch: frontier_of(plan._replace(batch=batch)))
+
+    @cache
+    def as_it_is(batch: int) -> int:
+        if plan.compile == "block":
+            # What the compiler recomputes for nothing is a plan.
+            return predict_model(plan._replace(batch=batch)).peak.allocated
+        return frontiers(batch).plans[0].peak
+
+    most = largest_within(lambda n: MARGIN * as_it_is(n), plan.batch, budget)
+    if most:
+        yield FittingBatch(batch=most, peak_bytes=as_it_is(most))
+    largest = largest_within(lambda n: MARGIN * frontiers(n).plans[-1].peak, max(most, 1), budget)
+    for batch in sorted({plan.batch, largest}):
+        if most < batch <= largest and (fitting := within(frontiers(batch), budget)) is not None:
+            yield FittingBatch(batch=batch, peak_bytes=fitting.peak, blocks=fitting.words)

@@ -350,7 +350,7 @@ def _compiled_with_passes(facts: Facts) -> tuple[list[str], Facts]:
     after = as_compiled(with_fused_attention(facts) if facts.attention else facts)
     if facts.loss_ms > 0:
         after = _with_fused_loss(after)
-    groups = [group for group in GROUPS if group != OPTIMIZER]
+    groups: list[str] = [group for group in GROUPS if group != OPTIMIZER]
     updated = _with_optimizer(after, OPTIMIZER)
     return ([*groups, OPTIMIZER], updated) if isinstance(updated, Facts) else (groups, after)
 

@@ -45,7 +45,9 @@ def _larger_batch(facts: Facts) -> Change | Left | None:
     plan = None if planned is None else planned.plan
     if facts.saved_bytes > free_bytes and plan is None:
         no_plan = ", and no plan of its blocks fits" if planned is not None else ""
-        return Left(f"the memory has no room for twice the activations{no_plan}")
+        most = planned.largest if planned is not None else 0
+        fits = f"; the largest batch that fits is {most}" if most else ""
+        return Left(f"the memory has no room for twice the activations{no_plan}{fits}")
     after = with_batch_times(facts, 2)
     larger = None if facts.batch is None else 2 * facts.batch
     memory: dict[str, str] = {}
