@@ -146,7 +146,7 @@ def test_lengths_within_an_expression_are_compared() -> None:
     original, changed, report = pair(Shifted())
     for length in (9, 12, 15):
         same(original, changed, ids_of(length))
-    assert not [x for x in report.left if x.piece == "compile"]
+    assert not [x for x in report.left if x.piece == "compile" or "differ" in x.reason]
 
 
 # What depends on length or magnitude
@@ -174,7 +174,7 @@ def test_what_depends_on_length_or_magnitude_is_kept() -> None:
             with torch.no_grad():
                 one.blocks[0].qkv.weight *= factor
         same(original, changed, ids_of(length, length))
-    assert not [x for x in report.left if x.piece == "compile"]
+    assert not [x for x in report.left if x.piece == "compile" or "differ" in x.reason]
 
 
 # Side effects and state that changes later

@@ -291,6 +291,20 @@ def test_clamps_in_place_are_kept() -> None:
     assert report.regions.count == LAYERS + 2
 
 
+def test_what_changes_later_is_seen() -> None:
+    model = Model(sdpa_flag)
+    original = copy.deepcopy(model)
+    run = compiled(model)
+    ids = ids_of(9)
+    run(ids)
+    for one in (model, original):
+        one.head.weight.requires_grad_(False)
+    losses = run(ids), original(ids)
+    torch.testing.assert_close(losses[0], losses[1])
+    losses[0].backward()
+    assert model.head.weight.grad is None
+
+
 class Recording(Model):
     """Keeps a regularizer as an attribute, and counts in a buffer."""
 
