@@ -29,16 +29,20 @@ WORKERS = 2
 
 
 class Slow(TensorDataset):
-    def __init__(self, *tensors: torch.Tensor, load_s: float) -> None:
+    """`load_s` has the time that a sample takes to load, by worker."""
+
+    def __init__(self, *tensors: torch.Tensor, load_s: tuple[float, ...]) -> None:
         super().__init__(*tensors)
         self.load_s = load_s
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        time.sleep(self.load_s)
+        time.sleep(self.load_s[index % WORKERS])
         return super().__getitem__(index)
 
 
-def loader(batches: int, load_s: float = LOAD_S) -> DataLoader[tuple[torch.Tensor, ...]]:
+def loader(
+    batches: int, load_s: tuple[float, ...] = (LOAD_S, LOAD_S)
+) -> DataLoader[tuple[torch.Tensor, ...]]:
     x, y = batch()
     data = Slow(x[:1].repeat(batches, *[1] * (x.dim() - 1)), y[:1].repeat(batches), load_s=load_s)
     return DataLoader(data, batch_size=1, num_workers=WORKERS, prefetch_factor=1)
@@ -54,8 +58,9 @@ def train_on(batches: Iterator[tuple[torch.Tensor, ...]], folder: Path) -> None:
 
 
 def test_bursts_of_batches_make_the_step_as_long_as_on_average(tmp_path: Path) -> None:
-    """Two workers deliver two batches at a time: every other step waits."""
-    train_on(iter(loader(16, LONG_LOAD_S)), tmp_path)
+    """One of two workers is slow, and the other has its batch ready then: every other step waits,
+    however late the workers have started."""
+    train_on(iter(loader(16, (0.0, LONG_LOAD_S))), tmp_path)
     lead = only(tmp_path)
     step, elapsed = lead.record.find("step"), lead.record.find("elapsed")
     assert step is not None
