@@ -239,7 +239,6 @@ def test_experts_and_quantized_layers_are_left() -> None:
     assert report.replaced.keys() == {"head and loss", "embedding"}
     reasons = {(left.piece, left.reason) for left in report.left}
     assert reasons == {
-        ("MLP", "a mixture of experts"),
         ("gated MLP", "part of a mixture of experts"),
         ("linear", "part of a mixture of experts"),
         ("linear", "it is a Int8Linear, not an nn.Linear"),

@@ -133,7 +133,7 @@ def test_value_of_the_wrong_type_names_its_field(desk: Desk) -> None:
 def test_optional_option_is_shown_with_its_type(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--budget", "abc"]) == 2
     text = capsys.readouterr().err
-    assert "'abc' is not a number" in text
+    assert "'abc' is not a size of memory" in text
     assert "None" not in text
 
 
