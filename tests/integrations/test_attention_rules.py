@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import stepscope
+from stepscope.acceleration.accelerate import replaceable, replaces_whole_blocks
 from stepscope.acceleration.pieces import attention as rotary
 from stepscope.acceleration.pieces import mask_rules, packed_attention
 
@@ -115,6 +116,16 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[Names]:
         monkeypatch.setattr(piece, "attention", recorded)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     return calls
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["GPT2", "Qwen2"])
+def test_blocks_are_known_with_any_attention(family: str, attention: str) -> None:
+    """Naive attention becomes SDPA before it is replaced; to look at it changes nothing."""
+    model = created(family, attn_implementation=attention, use_sliding_window=False)
+    assert replaces_whole_blocks(model)
+    assert "attention" in replaceable(model)
+    assert model.config._attn_implementation == attention
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch.nn import functional
 
 import stepscope
 from nano_gpt import NanoGPT
-from stepscope.acceleration.accelerate import replaces_whole_blocks
+from stepscope.acceleration.accelerate import is_compiled_by_default, replaces_whole_blocks
 
 
 class Own(NanoGPT):
@@ -61,7 +63,18 @@ def test_a_block_with_a_hook_is_compiled() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_models_are_compiled_on_a_gpu_only(device: str) -> None:
     with torch.device(device):
-        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        model = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, 8))
     report = stepscope.accelerate(model)
     report.undo()
     assert (report.compilation is None) == (device == "cpu")
+
+
+@pytest.mark.parametrize("missing", [None, "a C++ compiler"])
+def test_models_are_compiled_with_a_compiler_only(
+    missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepscope.acceleration.accelerate.missing_compiler", lambda _: missing)
+    device = SimpleNamespace(device=torch.device("cuda"))
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    monkeypatch.setattr(model, "parameters", lambda: iter([device]))
+    assert is_compiled_by_default(model) == (missing is None)

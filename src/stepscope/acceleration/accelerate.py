@@ -44,6 +44,7 @@ from stepscope.acceleration.report import FP8, Report, excluded
 from stepscope.acceleration.sharded.fp8_gathers import gather_in_fp8
 from stepscope.acceleration.sharded.functions import ShardedFunctions
 from stepscope.acceleration.sharded.units import has_units, why_not_compiled
+from stepscope.attention.compiled import missing_compiler
 from stepscope.errors import UsageError
 from stepscope.kernels.fp8.layers import Fp8Layers
 from stepscope.kernels.fp8.recipe import Recipe, unavailable
@@ -164,8 +165,7 @@ def accelerate(
     report.on_undo(lambda: _ACCELERATED.discard(inner))
     if fp8 is not None:
         _use_fp8(inner, copies, fp8, report)
-    if not excluded(attention.PIECE, "", type(inner), patterns):
-        _use_sdpa(inner, report)
+    _use_sdpa(inner, report, patterns)
     if switch is not None:
         _use_own_fused_layers(inner, report)
     alike = Alike()
@@ -336,8 +336,7 @@ def replaceable(model: nn.Module) -> dict[str, list[str]]:
     if inner in _ACCELERATED or hasattr(inner, "set_fused") or _is_replicated(model):
         return {}
     names: dict[str, list[str]] = {SDPA: [""]} if attention.uses_eager_attention(inner) else {}
-    with without_global_hooks():
-        found = list(_find(inner, WeightCopies(), Report(""), ()))
+    found, _ = _found(inner)
     for replacement in found:
         if replacement.piece == attention_masks.PIECE:
             # It does not replace work of an eager step.
@@ -347,20 +346,32 @@ def replaceable(model: nn.Module) -> dict[str, list[str]]:
 
 
 def is_compiled_by_default(model: nn.Module, exclude: Iterable[str | type[nn.Module]] = ()) -> bool:
-    """Return whether `accelerate` compiles a model: on a GPU, if there are blocks whose modules it
-    does not replace."""
+    """Return whether `accelerate` compiles a model: on a GPU with a compiler, if there are blocks
+    whose modules it does not replace."""
     inner = _unwrapped(model)
     kinds = {parameter.device.type for parameter in inner.parameters()}
-    return bool(kinds - {"cpu"}) and not replaces_whole_blocks(inner, exclude)
+    if "meta" in kinds:
+        # Modules without values cannot be compared with anything.
+        return True
+    if kinds <= {"cpu"} or any(map(missing_compiler, kinds)):
+        return False
+    return not replaces_whole_blocks(inner, exclude)
 
 
 def replaces_whole_blocks(model: nn.Module, exclude: Iterable[str | type[nn.Module]] = ()) -> bool:
     """Return whether attention and MLP of every block are known, and all blocks are alike."""
-    if hasattr(model, "set_fused"):
-        return True
+    return hasattr(model, "set_fused") or has_known_blocks(*_found(model, exclude))
+
+
+def _found(model: nn.Module, exclude: Iterable[str | type[nn.Module]] = ()) -> Found:
+    """Return what `accelerate` would replace, and what it would leave."""
     trial = Report("")
-    with without_global_hooks():
-        return has_known_blocks(list(_find(model, WeightCopies(), trial, exclude)), trial.left)
+    try:
+        _use_sdpa(model, trial, exclude)
+        with without_global_hooks():
+            return list(_find(model, WeightCopies(), trial, exclude)), trial.left
+    finally:
+        trial.undo()
 
 
 def _find(
@@ -432,9 +443,10 @@ def _mixtures_of_experts(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "experts"))
 
 
-def _use_sdpa(model: Any, report: Report) -> None:
+def _use_sdpa(model: Any, report: Report, exclude: Iterable[str | type[nn.Module]]) -> None:
     """Use SDPA in a Hugging Face model that was created with naive attention."""
-    if not attention.uses_eager_attention(model):
+    without = excluded(attention.PIECE, "", type(model), exclude)
+    if without or not attention.uses_eager_attention(model):
         return
     model.set_attn_implementation("sdpa")
     report.notes.append("attention          naive → scaled_dot_product_attention")

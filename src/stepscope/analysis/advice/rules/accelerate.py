@@ -363,7 +363,7 @@ def with_all_pieces(facts: Facts) -> tuple[list[str], Facts] | Left | None:
         return reason
     if not facts.on_gpu:
         return Left(f"{_ON_CPU.reason}: see fused attention and the fused loss")
-    if facts.compiled_by_accelerate and "compiler" not in facts.lacks:
+    if facts.compiled_by_accelerate:
         return _compiled_with_passes(facts)
     groups, after = _paying(facts)
     if groups:
