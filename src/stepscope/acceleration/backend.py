@@ -16,8 +16,16 @@ from torch.fx import GraphModule
 from stepscope.acceleration import torch_internals
 from stepscope.acceleration.comparison import Comparison
 from stepscope.acceleration.numbers import numbers_as_tensors
-from stepscope.acceleration.passes import attention, gelu, head_loss, linears, patch_embedding
-from stepscope.acceleration.passes.in_place import write_out_of_place
+from stepscope.acceleration.passes import (
+    activations,
+    attention,
+    gelu,
+    head_loss,
+    linears,
+    norms,
+    patch_embedding,
+)
+from stepscope.acceleration.passes.in_place import remove_idle_dropout, write_out_of_place
 from stepscope.acceleration.passes.linears import Weights, copied_inputs
 from stepscope.acceleration.passes.matching import Applied, Left, Outcome
 from stepscope.acceleration.regions import (
@@ -25,6 +33,7 @@ from stepscope.acceleration.regions import (
     Regions,
     compile_regions,
     hoist_views,
+    repeated_blocks,
 )
 from stepscope.acceleration.sharded.unit_calls import defer_masks, require_no_calls
 from stepscope.errors import UsageError, one_line
@@ -35,7 +44,8 @@ _COMPILERS: dict[str, Callable[..., torch_internals.Compiled]] = {
     "inductor-cudagraphs": partial(torch_internals.compile_with_inductor, cudagraphs=True),
     "aot_eager": torch_internals.compile_with_aot_eager,
 }
-PASSES = (head_loss.NAME, attention.NAME, patch_embedding.NAME, gelu.NAME, *linears.NAMES)
+PASSES = (head_loss.NAME, attention.NAME, patch_embedding.NAME, *linears.NAMES, norms.NAME,
+          activations.NAME, gelu.NAME)  # fmt: skip
 _OPTIONS = ("compiler", "kernels", "passes", "regions", "copies", "fp8")
 _MAX_REPORTS = 64
 
@@ -152,6 +162,7 @@ def _rewritten(
 ) -> tuple[torch_internals.Compiled, GraphReport, Comparison]:
     fakes = torch_internals.fake_inputs(module, inputs)
     traced = torch_internals.retraced(module, fakes)
+    remove_idle_dropout(traced.graph)
     hoist_views(traced)
     defer_masks(traced)
     torch_internals.note_names(traced)
@@ -210,10 +221,15 @@ def run_passes(
         outcomes += attention.fuse_attention(module.graph, kernels=kernels)
     if patch_embedding.NAME in names:
         outcomes += patch_embedding.use_matmuls(module.graph)
-    if gelu.NAME in names:
-        outcomes += gelu.use_formula(module.graph)
     if weights is not None and {*linears.NAMES} & {*names}:
         outcomes += linears.copy_weights(module.graph, weights, names)
+    blocks = repeated_blocks(list(module.graph.nodes))
+    if norms.NAME in names:
+        outcomes += norms.fuse_norms(module.graph, blocks, kernels)
+    if activations.NAME in names:
+        outcomes += activations.fuse_activations(module.graph, blocks, kernels)
+    if gelu.NAME in names:
+        outcomes += gelu.use_formula(module.graph)
     module.graph.eliminate_dead_code()
     torch_internals.rename_replacements(module)
     module.graph.lint()

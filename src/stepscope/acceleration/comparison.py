@@ -170,8 +170,8 @@ class Comparison:
 
     def _read(self, names: Iterable[str]) -> list[str]:
         """Return the inputs of the graph that these inputs of a region are, or are made of."""
-        found = (self.copied[n].weight if n in self.copied else n for n in names)
-        return list(dict.fromkeys(found))
+        found = (self.copied[n].weights if n in self.copied else (n,) for n in names)
+        return list(dict.fromkeys(name for some in found for name in some))
 
     def _copies(self, part: Part, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs of a region that are made of inputs of the graph."""
@@ -179,7 +179,7 @@ class Comparison:
         for name in part.inputs:
             if name in self.copied and name not in made:
                 one = self.copied[name]
-                made.update(zip(one.names, one(values[one.weight]), strict=True))
+                made.update(zip(one.names, one(*(values[n] for n in one.weights)), strict=True))
         return made
 
 

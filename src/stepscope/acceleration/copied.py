@@ -22,12 +22,12 @@ from stepscope.torch_tools.side_stream import widened
 
 @dataclass(frozen=True)
 class Copied:
-    """Inputs of a graph that are made of a weight, which is another input."""
+    """Inputs of a graph that are made of weights, which are other inputs."""
 
-    weight: str
-    """Name of the input with the weight."""
+    weights: tuple[str, ...]
+    """Names of the inputs with the weights, whose rows are in one copy."""
     names: tuple[str, ...]
-    """Names of what is made of it."""
+    """Names of what is made of them."""
     copies: WeightCopies
     dtype: torch.dtype
     fp8: Fp8Layers | None = None
@@ -35,22 +35,24 @@ class Copied:
     transposed: bool = False
     """The weight is stored as (d, rows)."""
 
-    def __call__(self, weight: Tensor) -> tuple[Tensor, ...]:
-        made: Any = _Copy.apply(self, weight)  # type: ignore[no-untyped-call]
+    def __call__(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        made: Any = _Copy.apply(self, *weights)  # type: ignore[no-untyped-call]
         return made if isinstance(made, tuple) else (made,)
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, copied: Copied, weight: Tensor) -> Any:
-        ctx.dtype = weight.dtype
-        # Not kept alive: a weight gathered from several ranks is freed before the backward pass.
-        ctx.weight = weakref.ref(weight)
+    def forward(ctx: Any, copied: Copied, *weights: Tensor) -> Any:
+        ctx.dtype = weights[0].dtype
+        ctx.rows = [weight.shape[0] for weight in weights]
+        # Not kept alive: weights gathered from several ranks are freed before the backward pass.
+        ctx.weights = [weakref.ref(weight) for weight in weights]
         ctx.set_materialize_grads(False)
         if copied.fp8 is None:
-            (narrow,) = copied.copies.narrow((weight,), copied.dtype)
+            (narrow,) = copied.copies.narrow(weights, copied.dtype)
             # A new tensor: the copy itself must not become part of this autograd graph.
             return narrow.detach()
+        (weight,) = weights
         operands = copied.fp8.operands((weight,), copied.copies, copied.transposed)
         values, inverse = operands.operand(rows=not copied.transposed)
         values, inverse = values.detach(), inverse.detach()
@@ -63,5 +65,6 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         gradient = gradients[-1]
         if gradient is None:
-            return None, None
-        return None, *widened([ctx.weight()], (gradient,), ctx.dtype)
+            return None, *[None] * len(ctx.rows)
+        parts = torch.split(gradient, ctx.rows)
+        return None, *widened([weight() for weight in ctx.weights], parts, ctx.dtype)

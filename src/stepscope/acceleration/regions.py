@@ -44,11 +44,12 @@ from stepscope.acceleration.torch_internals import (
     symbols_of,
     written_arguments,
 )
+from stepscope.kernels.activation_operator import activated_linear
 from stepscope.kernels.fp8.traced import traced_linear
 
 aten = torch.ops.aten
 _MATMULS = (aten.linear.default, aten.matmul.default, aten.einsum.default, aten.addmm.default,
-            aten.conv2d.default, aten.conv1d.default, traced_linear)  # fmt: skip
+            aten.conv2d.default, aten.conv1d.default, traced_linear, activated_linear)  # fmt: skip
 _MIN_MATMULS = 2
 """Fewer are not a block: an activation between two linear layers would not be fused."""
 _ALIGNMENT = 16
@@ -71,7 +72,7 @@ ONE_REGION = Regions(1, 1)
 def region_numbers(module: GraphModule) -> dict[Node, int]:
     """Return the region of each node: numbers that never decrease."""
     nodes = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
-    blocks = _blocks(nodes)
+    blocks = repeated_blocks(nodes)
     after = _after_blocks(nodes, blocks)
     returned = _returned_and_read(module)
     numbers: dict[Node, int] = {}
@@ -145,7 +146,7 @@ def _after_blocks(nodes: Sequence[Node], blocks: dict[Node, str]) -> set[Node]:
     return after
 
 
-def _blocks(nodes: Sequence[Node]) -> dict[Node, str]:
+def repeated_blocks(nodes: Sequence[Node]) -> dict[Node, str]:
     """Return the path of the repeated module that each node belongs to: modules of one class with
     the same parent, the outermost that contain several matmuls."""
     calls: dict[str, tuple[str, Any]] = {}
@@ -238,7 +239,7 @@ def _copy_where_read(outer: GraphModule, copied: Mapping[str, Copied]) -> None:
             name = f"copied_{number}"
             setattr(outer, name, _Call(one))
             with graph.inserting_before(min(users)):
-                made = graph.call_module(name, (placeholders[one.weight],))
+                made = graph.call_module(name, tuple(placeholders[n] for n in one.weights))
                 parts = [
                     graph.call_function(operator.getitem, (made, at)) for at in range(len(inputs))
                 ]

@@ -15,6 +15,14 @@ aten = torch.ops.aten
 _NAMES = ("masked_fill", "mul", "div", "add", "sub", "tril", "triu", "logical_not")
 
 
+def remove_idle_dropout(graph: Graph) -> None:
+    """Remove the dropout that drops nothing."""
+    for node in list(graph.nodes):
+        if calls(node, aten.dropout.default) and (node.args[1] == 0 or node.args[2] is False):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
 def write_out_of_place(graph: Graph) -> None:
     differentiable = True
     for node in list(graph.nodes):

@@ -6,9 +6,9 @@ gain run in FP8.
 An optimizer writes the copies, which are inputs of the graph (`copied`): nothing is cast in the
 graph, and no cast is saved for backward. Weights that have the matmul dtype stay as they are.
 
-Layers of the same input stay apart. As one GEMM (queries, keys and values; gate and up), a Llama
-of a billion parameters was slower and needed more memory on an H200: gradients of the parts have
-to be concatenated.
+Layers of the same input stay apart, but for gate and up of an MLP (`activations`). As one GEMM,
+queries, keys and values made a Llama of a billion parameters slower on an H200, which also needed
+more memory: their gradients have to be concatenated.
 """
 
 from __future__ import annotations
@@ -255,10 +255,34 @@ def _copied_input(
         last.meta |= {"val": one, "requires_grad": one.requires_grad, "copied_key": key}
         nodes.append(last)
     names = tuple(node.name for node in nodes)
-    copied = Copied(linear.weight.name, names, copies, linear.dtype, fp8, transposed)
+    copied = Copied((linear.weight.name,), names, copies, linear.dtype, fp8, transposed)
     for node in nodes:
         node.meta[_META] = copied
     return nodes
+
+
+def packed_copy(graph: Graph, first: Any, second: Any) -> Node | None:
+    """Return an input of the graph with the rows of two copies of weights; None if these are
+    not."""
+    made = [one.meta.get(_META) if isinstance(one, Node) else None for one in (first, second)]
+    one, other = made
+    if one is None or other is None or one.fp8 or other.fp8 or one.weights == other.weights:
+        return None
+    values = [value_of(x) for x in (first, second)]
+    if one.dtype != other.dtype or values[0].shape[1] != values[1].shape[1]:
+        return None
+    if values[0].requires_grad != values[1].requires_grad or isinstance(one.copies, Fp8Gathers):
+        return None
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with fake_mode():
+        rows = sum(int(x.shape[0]) for x in values)
+        value = values[0].new_empty(rows, int(values[0].shape[1]))
+        value.requires_grad_(values[0].requires_grad)
+    with graph.inserting_after(last):
+        node = graph.placeholder(f"packed_{first.name}")
+    copied = Copied((*one.weights, *other.weights), (node.name,), one.copies, one.dtype)
+    node.meta |= {"val": value, "requires_grad": value.requires_grad, _META: copied}
+    return node
 
 
 def _replace(

@@ -90,6 +90,8 @@ def norm_forward_kernel(
 @triton.jit
 def norm_backward_kernel(
     grad_normed_ptr,
+    second_ptr,
+    third_ptr,
     grad_stream_ptr,
     saved_ptr,
     weight_ptr,
@@ -111,15 +113,17 @@ def norm_backward_kernel(
     UNITS: tl.constexpr,
     SUMMED: tl.constexpr,
     AMAX: tl.constexpr,
+    READERS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Gradients of consecutive rows and partial sums of the gradients of weight and bias and of the
     gradient of the branch, side by side; blocks are (BLOCK_D,).
 
-    THROUGH: there is also a gradient of the residual stream. SPLIT: the branch has another dtype.
-    LEARNED: weight and bias are not frozen. UNITS: unit rows were saved. SUMMED: also sum the
-    branch's gradient. AMAX: also store its largest magnitude.
+    READERS: number of gradients of the norm, which are added. THROUGH: there is also a gradient of
+    the residual stream. SPLIT: the branch has another dtype. LEARNED: weight and bias are not
+    frozen. UNITS: unit rows were saved. SUMMED: also sum the branch's gradient. AMAX: also store
+    its largest magnitude.
     """
     pid = tl.program_id(0).to(tl.int64)
     # Four elements in an access of each dtype: no layout conversion between float32 and bfloat16.
@@ -141,6 +145,10 @@ def norm_backward_kernel(
                 b_unit = tl.where(mask_d, b_unit - tl.load(mean_ptr + row), 0.0)
             b_unit = b_unit * scale
         b_dy = tl.load(grad_normed_ptr + offs, mask=mask_d, other=0.0).to(tl.float32)
+        if READERS > 1:
+            b_dy += tl.load(second_ptr + offs, mask=mask_d, other=0.0).to(tl.float32)
+        if READERS > 2:
+            b_dy += tl.load(third_ptr + offs, mask=mask_d, other=0.0).to(tl.float32)
         if THROUGH:
             # Before the reduction: no load moves across its barriers.
             b_stream = tl.load(grad_stream_ptr + offs, mask=mask_d, other=0.0)
@@ -287,13 +295,16 @@ def backward(
     amax: bool = False,
     summed: bool = False,
     parameters: Sequence[Tensor | None] = (),
+    others: Sequence[Tensor] = (),
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of the stream, of the branch (the same tensor if it has the same dtype)
     and, if `learned`, of the weight, and of the bias if there is one; and if `summed`, the sums of
     the branch's gradient over all rows. These three are in the dtype of the weight.
     `saved` is the stream, or with `units` the unit rows; with `mean` it is a LayerNorm. With `amax`
     the largest magnitudes of the gradient of the branch are noted on it. `parameters` are those
-    whose gradients the sums are."""
+    whose gradients the sums are, `others` further gradients of the norm, at most two. The sums
+    are parts of `out`, if it is given."""
     rows, d = inverse.numel(), saved.shape[-1]
     grad_sum = torch.empty_like(saved, dtype=stream_dtype)
     split = branch_dtype != stream_dtype
@@ -304,8 +315,11 @@ def backward(
     sums = learned + (learned and bias) + summed
     partial = inverse.new_empty(programs, sums * d) if sums else None
     largest = inverse.new_empty(programs) if amax else None
+    second, third = (*others, None, None)[:2]
     norm_backward_kernel[(programs,)](
         grad_normed,
+        second,
+        third,
         grad_stream,
         saved,
         weight,
@@ -327,6 +341,7 @@ def backward(
         UNITS=units,
         SUMMED=summed,
         AMAX=amax,
+        READERS=1 + len(others),
         BLOCK_D=launch.block,
         STAGES=launch.stages,
         num_warps=launch.warps,
@@ -335,7 +350,7 @@ def backward(
     note_amax(grad_branch, largest)
     if partial is None:
         return grad_sum, grad_branch, None, None, None
-    grads = weight.new_empty(sums * d)
+    grads = weight.new_empty(sums * d) if out is None else out
     # No matmul waits for it; on the main stream, concurrent with optimizer updates, it would take
     # ten times as long.
     work = functools.partial(add_up, partial, grads)
