@@ -9,7 +9,9 @@ the weights in the matmul dtype, and an optimizer-in-backward reads it as it is.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from stepscope.kernels.fp8.layers import Fp8Layers
 from stepscope.kernels.weight_copies import WeightCopies
-from stepscope.torch_tools.side_stream import widened
+from stepscope.torch_tools.side_stream import widened_each
 
 
 @dataclass(frozen=True)
@@ -36,32 +38,68 @@ class Copied:
     """The weight is stored as (d, rows)."""
 
     def __call__(self, weight: Tensor) -> tuple[Tensor, ...]:
-        made: Any = _Copy.apply(self, weight)  # type: ignore[no-untyped-call]
+        return CopiedTogether((self,))(weight)
+
+
+@dataclass(frozen=True)
+class CopiedTogether:
+    """Copies of several weights that the same region reads: one node of autograd makes them all."""
+
+    parts: tuple[Copied, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for one in self.parts for name in one.names)
+
+    def __call__(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        made: Any = _Copy.apply(self.parts, *weights)  # type: ignore[no-untyped-call]
         return made if isinstance(made, tuple) else (made,)
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, copied: Copied, weight: Tensor) -> Any:
-        ctx.dtype = weight.dtype
+    def forward(ctx: Any, parts: tuple[Copied, ...], *weights: Tensor) -> Any:
+        ctx.dtypes = [weight.dtype for weight in weights]
         # Not kept alive: a weight gathered from several ranks is freed before the backward pass.
-        ctx.weight = weakref.ref(weight)
+        ctx.weights = [weakref.ref(weight) for weight in weights]
+        ctx.ends = list(accumulate(len(one.names) for one in parts))
         ctx.set_materialize_grads(False)
-        if copied.fp8 is None:
-            (narrow,) = copied.copies.narrow((weight,), copied.dtype)
+        pairs = list(zip(parts, weights, strict=True))
+        narrow = _narrow([pair for pair in pairs if pair[0].fp8 is None])
+        outputs: list[Tensor] = []
+        constant: list[Tensor] = []
+        for one, weight in pairs:
             # A new tensor: the copy itself must not become part of this autograd graph.
-            return narrow.detach()
-        operands = copied.fp8.operands((weight,), copied.copies, copied.transposed)
-        values, inverse = operands.operand(rows=not copied.transposed)
-        values, inverse = values.detach(), inverse.detach()
-        ctx.mark_non_differentiable(values, inverse)
-        # Takes the gradient, which has another dtype than the values; nothing reads it.
-        slot = torch.empty_strided(weight.shape, (0, 0), dtype=copied.dtype, device=values.device)
-        return values, inverse, slot
+            made = _in_fp8(one, weight) if one.fp8 is not None else [next(narrow).detach()]
+            outputs += made
+            constant += made[:-1] if weight.requires_grad else made
+        ctx.mark_non_differentiable(*constant)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        gradient = gradients[-1]
-        if gradient is None:
-            return None, None
-        return None, *widened([ctx.weight()], (gradient,), ctx.dtype)
+        found: list[Tensor | None] = [gradients[end - 1] for end in ctx.ends]
+        known = [at for at, gradient in enumerate(found) if gradient is not None]
+        for dtype in {ctx.dtypes[at] for at in known}:
+            same = [at for at in known if ctx.dtypes[at] == dtype]
+            pairs = [(ctx.weights[at](), found[at]) for at in same]
+            for at, wide in zip(same, widened_each(pairs, dtype), strict=True):
+                found[at] = wide
+        return None, *found
+
+
+def _narrow(pairs: Sequence[tuple[Copied, Tensor]]) -> Iterator[Tensor]:
+    """Yield the copies of weights in the matmul dtype."""
+    for _, group in groupby(pairs, lambda pair: (id(pair[0].copies), pair[0].dtype)):
+        of_one = list(group)
+        first = of_one[0][0]
+        yield from first.copies.narrow_each([weight for _, weight in of_one], first.dtype)
+
+
+def _in_fp8(one: Copied, weight: Tensor) -> list[Tensor]:
+    assert one.fp8 is not None
+    operands = one.fp8.operands((weight,), one.copies, one.transposed)
+    values, inverse = operands.operand(rows=not one.transposed)
+    # Takes the gradient, which has another dtype than the values; nothing reads it.
+    slot = torch.empty_strided(weight.shape, (0, 0), dtype=one.dtype, device=values.device)
+    return [values.detach(), inverse.detach(), slot]
