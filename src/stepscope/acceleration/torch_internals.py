@@ -294,6 +294,17 @@ def name_before_split(node: Node) -> str:
     return str(node.meta.get(_NAME, node.name))
 
 
+def start_compile_workers(device: torch.device) -> None:
+    """Start the processes that compile kernels for a GPU. They take seconds to start, and Inductor
+    compiles one kernel after the other in this process until they run; torch starts them for its
+    own backend only."""
+    if device.type != "cuda":
+        return
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
 def compile_with_inductor(
     module: GraphModule, inputs: Sequence[Any], *, cudagraphs: bool = False
 ) -> Compiled:
@@ -302,6 +313,8 @@ def compile_with_inductor(
     the products of gated MLPs; torch would save them."""
     from torch._inductor.compile_fx import compile_fx
 
+    for device in {x.device for x in inputs if isinstance(x, Tensor)}:
+        start_compile_workers(device)
     with functorch_config.patch(ban_recompute_materialized_backward=False):
         patches: dict[str, Any] = {"triton.cudagraphs": True} if cudagraphs else {}
         patches |= _cacheable(module)

@@ -153,9 +153,9 @@ class _ShardedFunction(CompiledFunction):
     def _parts(self) -> list[nn.Module]:
         return list(own_modules(self._module))
 
-    def _hooks_of(self, module: nn.Module) -> Iterator[Any]:
-        of_fsdp = hooks_of_fsdp(module)
-        return (hook for hook in super()._hooks_of(module) if hook not in of_fsdp)
+    def _hooks_of(self, module: nn.Module) -> list[Any]:
+        found = super()._hooks_of(module)
+        return [hook for hook in found if hook not in hooks_of_fsdp(module)] if found else found
 
     def _end_choice(self) -> None:
         """The other functions may still run compiled: see `Sharded.agree`."""
