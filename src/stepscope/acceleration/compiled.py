@@ -36,7 +36,7 @@ from stepscope.acceleration.sharded.units import has_units
 from stepscope.acceleration.torch_internals import (
     compiled_apart,
     graph_breaks,
-    start_compile_workers,
+    prepare_compiler,
     tracing_settings,
 )
 from stepscope.errors import UsageError
@@ -102,7 +102,7 @@ class Compilation:
         """What the next call of the model runs in place of its forward, within its hooks."""
         self._suspended = False
         if self.fixed_form != AS_IT_IS:
-            start_compile_workers(self.device)
+            prepare_compiler(self.device)
         self._layers = [add_layer(model, self._call, owner)]
         self._layers += [
             _uncompiled(module, owner)

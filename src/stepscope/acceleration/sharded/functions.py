@@ -263,7 +263,7 @@ class WholeFunction(_ShardedFunction):
 
     def _through_hooks(self, args: Any, kwargs: Any) -> Any:
         """Run a loss function within the hooks of the model, where head and loss can be fused."""
-        if any(self._hooks_of(self._module)):
+        if self._hooks_of(self._module):
             # They expect the inputs and the output of the model.
             return self._run(*args, **kwargs)
         self._owner.in_hooks = self
