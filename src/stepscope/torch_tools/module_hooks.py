@@ -21,7 +21,7 @@ _OF_ONE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Return all modules of a model, parents first: `modules()` also makes their names, which takes
-    ten times as long."""
+    twice as long."""
     found = [model]
     known = {model}
     for one in found:
