@@ -33,19 +33,23 @@ from stepscope.acceleration.comparison import FP8_TOLERANCE
 from stepscope.acceleration.forward_registry import Layer, add_layer, layer_owners
 from stepscope.acceleration.replacement import Left
 from stepscope.acceleration.sharded.units import has_units
-from stepscope.acceleration.torch_internals import compiled_apart, graph_breaks, tracing_settings
+from stepscope.acceleration.torch_internals import (
+    compiled_apart,
+    graph_breaks,
+    prepare_compiler,
+    tracing_settings,
+)
 from stepscope.errors import UsageError
 from stepscope.kernels.fp8.layers import Fp8Layers
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.torch_tools.capturing import is_capturing
 from stepscope.torch_tools.derivatives import transforms_active
-from stepscope.torch_tools.module_hooks import has_global_hooks
+from stepscope.torch_tools.module_hooks import has_global_hooks, hooks_of, modules_of
 from stepscope.version import __version__
 
 PIECE = "compile"
 _MAX_COMPARISONS = 16
 """Comparisons of one function: lengths may change in every call."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 FORMS = (AS_IT_IS, PLAIN, PASSES)
 
 
@@ -97,6 +101,8 @@ class Compilation:
         self.in_hooks: Callable[..., Any] | None = None
         """What the next call of the model runs in place of its forward, within its hooks."""
         self._suspended = False
+        if self.fixed_form != AS_IT_IS:
+            prepare_compiler(self.device)
         self._layers = [add_layer(model, self._call, owner)]
         self._layers += [
             _uncompiled(module, owner)
@@ -226,10 +232,10 @@ class CompiledFunction:
 
     def _parts(self) -> list[nn.Module]:
         """Return the modules whose forwards it runs."""
-        return list(self._module.modules())
+        return modules_of(self._module)
 
-    def _hooks_of(self, module: nn.Module) -> Iterator[Any]:
-        return (hook for name in _HOOKS for hook in vars(module)[name])
+    def _hooks_of(self, module: nn.Module) -> list[Any]:
+        return hooks_of(module)
 
     def _must_run_as_it_is(self) -> bool:
         """Return whether this call has what Dynamo's guards do not see: hooks that were added

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stepscope.errors import UsageError
+from stepscope.torch_tools.module_hooks import modules_of
 
 _CONFIGURATIONS = "transformers.configuration_utils"
 """Module of the base class of all configurations of Hugging Face models."""
@@ -18,7 +19,7 @@ _CONFIGURATIONS = "transformers.configuration_utils"
 def without_cache(model: nn.Module) -> Iterator[None]:
     """Let Hugging Face models create no key-value cache, which copies keys and values, cannot be
     captured with sliding windows, and is discarded with the rest of the output."""
-    configs = {id(one): one for module in model.modules() if (one := _caching_config(module))}
+    configs = {id(one): one for module in modules_of(model) if (one := _caching_config(module))}
     try:
         for config in configs.values():
             config.use_cache = False

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_map
 
 from stepscope.acceleration.comparison import (
     Comparison,
@@ -25,7 +26,7 @@ from stepscope.acceleration.comparison import (
     constants_of,
     with_gradient,
 )
-from stepscope.acceleration.copied import Copied
+from stepscope.acceleration.copied import Copied, CopiedTogether
 from stepscope.acceleration.passes.matching import is_tensor, memory_of, value_of
 from stepscope.acceleration.sharded.unit_calls import as_direct_call, is_unit_call, with_calls_apart
 from stepscope.acceleration.torch_internals import (
@@ -232,21 +233,28 @@ def _copy_where_read(outer: GraphModule, copied: Mapping[str, Copied]) -> None:
     are passed on as soon as those of that region are known."""
     graph = outer.graph
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
-    for number, one in enumerate({id(x): x for x in copied.values()}.values()):
-        inputs = [placeholders[name] for name in one.names]
-        users = {user for node in inputs for user in node.users}
+    readers: dict[object, tuple[Node, list[Copied]]] = {}
+    for one in {id(x): x for x in copied.values()}.values():
+        users = {user for name in one.names for user in placeholders[name].users}
         if users:
-            name = f"copied_{number}"
-            setattr(outer, name, _Call(one))
-            with graph.inserting_before(min(users)):
-                made = graph.call_module(name, tuple(placeholders[n] for n in one.weights))
-                parts = [
-                    graph.call_function(operator.getitem, (made, at)) for at in range(len(inputs))
-                ]
-            for node, part in zip(inputs, parts, strict=True):
-                node.replace_all_uses_with(part)
-        for node in inputs:
-            graph.erase_node(node)
+            first = min(users)
+            # The gradient of what several regions read is known later than those of one alone.
+            key: object = first if len(users) == 1 else one.names
+            readers.setdefault(key, (first, []))[1].append(one)
+    for number, (first, parts) in enumerate(readers.values()):
+        together = CopiedTogether(tuple(parts))
+        name = f"copied_{number}"
+        setattr(outer, name, _Call(together))
+        with graph.inserting_before(first):
+            made = graph.call_module(name, tuple(map(placeholders.__getitem__, together.weights)))
+            values = [
+                graph.call_function(operator.getitem, (made, at))
+                for at in range(len(together.names))
+            ]
+        for input_name, value in zip(together.names, values, strict=True):
+            placeholders[input_name].replace_all_uses_with(value)
+    for name in copied:
+        graph.erase_node(placeholders[name])
 
 
 _NAME = "submod_"
@@ -307,12 +315,17 @@ class _Compiler(Interpreter):
         self.lengths: dict[str, list[int]] = {}
         """Which inputs of the outer graph each region has as further arguments."""
         self.by_structure: dict[tuple[object, ...], Compiled] = {}
+        self._outputs: dict[tuple[object, ...], Callable[[], Any] | None] = {}
+        """What makes the outputs of the next region with this structure."""
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         region = self.fetch_attr(target)
         assert isinstance(region, GraphModule)
+        key = _structure(region, args)
         with fake_mode():
-            outputs = super().call_module(target, args, kwargs)
+            outputs = None if (like := self._outputs.get(key)) is None else like()
+            if outputs is None:
+                outputs = super().call_module(target, args, kwargs)
         lengths = self.lengths[str(target)] = self._lengths(args)
         for at in lengths:
             last = [n for n in region.graph.nodes if n.op == "placeholder"][-1]
@@ -321,9 +334,9 @@ class _Compiler(Interpreter):
         region.recompile()
         args = (*args, *(self._inputs[at] for at in lengths))
         part = Part.of(region)
-        key = _structure(region, args)
         compiled = self.by_structure.get(key)
         if compiled is None:
+            self._outputs[key] = _likes(outputs, args)
             single = _with_tuple_output(region)
             run = as_direct_call(region)
             if run is None:
@@ -345,6 +358,24 @@ class _Compiler(Interpreter):
         found = {symbol: at for at, x in enumerate(self._inputs) if isinstance(x, torch.SymInt)
                  for symbol in known_symbols(x) & unknown}  # fmt: skip
         return sorted(found.values())
+
+
+def _likes(outputs: Any, inputs: Sequence[Any]) -> Callable[[], Any] | None:
+    """Return what makes outputs of an equal region with equal inputs. None if they are views, whose
+    memory is that of others, or have sizes that only running the region gives."""
+    known = set().union(*map(symbols_of, inputs))
+    for x in as_tuple(outputs):
+        if not isinstance(x, Tensor) or x._is_view() or any(x is one for one in inputs):
+            return None
+        if not symbols_of(x) <= known or x.storage_offset() != 0 or (x.requires_grad and x.is_leaf):
+            return None
+    return lambda: tree_map(_like, outputs)
+
+
+def _like(x: Tensor) -> Tensor:
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    # With a gradient it is no leaf.
+    return made.requires_grad_().as_strided(x.shape, x.stride()) if x.requires_grad else made
 
 
 def _with_tuple_output(region: GraphModule) -> bool:

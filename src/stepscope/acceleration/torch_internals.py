@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from threading import Thread
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -294,6 +295,32 @@ def name_before_split(node: Node) -> str:
     return str(node.meta.get(_NAME, node.name))
 
 
+def prepare_compiler(device: torch.device) -> None:
+    """Begin what the first compilation waits for, while the model is traced: the hash of Triton, by
+    which caches are found, and the processes that compile kernels for a GPU. They take seconds to
+    start, and until they run Inductor compiles one kernel after the other in this process; torch
+    starts them for its own backend only."""
+    if device.type != "cuda":
+        return
+    _hash_triton()
+    _start_compile_workers()
+
+
+@cache
+def _hash_triton() -> None:
+    from torch._inductor.runtime import triton_compat
+
+    if triton_compat.HAS_TRITON:
+        # Reading and hashing half a gigabyte leaves the interpreter to other threads.
+        Thread(target=triton_compat.triton_key, daemon=True).start()
+
+
+def _start_compile_workers() -> None:
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
 def compile_with_inductor(
     module: GraphModule, inputs: Sequence[Any], *, cudagraphs: bool = False
 ) -> Compiled:
@@ -302,6 +329,9 @@ def compile_with_inductor(
     the products of gated MLPs; torch would save them."""
     from torch._inductor.compile_fx import compile_fx
 
+    if any(x.is_cuda for x in inputs if isinstance(x, Tensor)):
+        # They end when nothing is compiled for a while.
+        _start_compile_workers()
     with functorch_config.patch(ban_recompute_materialized_backward=False):
         patches: dict[str, Any] = {"triton.cudagraphs": True} if cudagraphs else {}
         patches |= _cacheable(module)

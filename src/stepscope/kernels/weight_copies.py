@@ -30,6 +30,7 @@ from stepscope.kernels.fp8.recipe import E4M3, Recipe
 from stepscope.kernels.fp8.reference import DTYPES
 from stepscope.kernels.launch import kernels_take
 from stepscope.kernels.loss_chunks import matmul_columns
+from stepscope.torch_tools.casts import cast_each
 
 Weights = tuple[Tensor, ...]
 _Key = tuple[Recipe | None, bool, tuple[int, ...]]
@@ -134,6 +135,13 @@ class WeightCopies:
             group = self._create(key, _Group(weights, dtype))
         group.update(weights)
         return (group.concatenated if self.reads else _cast(weights, dtype),)
+
+    def narrow_each(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+        """Return what `narrow` does for each of these weights, cast in one launch where they are
+        not cached."""
+        if self.keeps or any(weight.dtype == dtype for weight in weights):
+            return [self.narrow((weight,), dtype)[0] for weight in weights]
+        return cast_each([weight.detach() for weight in weights], dtype)
 
     def _caches(self, weights: Weights) -> bool:
         known = self._cached is None or all(weight in self._cached for weight in weights)

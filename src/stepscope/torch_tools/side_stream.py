@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from stepscope.torch_tools.casts import cast_each
+
 MAX_PENDING_BYTES = 1 << 30
 """Bytes that pending work on the side stream may read before the main stream waits for it."""
 
@@ -238,6 +240,16 @@ def widened(
     if stream is None:
         return tuple(gradient.to(dtype) for gradient in gradients)
     return tuple(AsyncTensor(one, stream, None, dtype=dtype) for one in gradients)
+
+
+def widened_each(
+    pairs: Sequence[tuple[Tensor | None, Tensor]], dtype: torch.dtype
+) -> Sequence[Tensor]:
+    """Return gradients of several parameters as `widened` does for each, in one launch if no
+    optimizer is active. Each pair is a parameter and its gradient."""
+    if _active is None:
+        return cast_each([gradient for _, gradient in pairs], dtype)
+    return [widened([one], (gradient,), dtype)[0] for one, gradient in pairs]
 
 
 def _stream_of(parameters: Sequence[Tensor | None]) -> SideStream | None:

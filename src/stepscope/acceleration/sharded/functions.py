@@ -153,9 +153,9 @@ class _ShardedFunction(CompiledFunction):
     def _parts(self) -> list[nn.Module]:
         return list(own_modules(self._module))
 
-    def _hooks_of(self, module: nn.Module) -> Iterator[Any]:
-        of_fsdp = hooks_of_fsdp(module)
-        return (hook for hook in super()._hooks_of(module) if hook not in of_fsdp)
+    def _hooks_of(self, module: nn.Module) -> list[Any]:
+        found = super()._hooks_of(module)
+        return [hook for hook in found if hook not in hooks_of_fsdp(module)] if found else found
 
     def _end_choice(self) -> None:
         """The other functions may still run compiled: see `Sharded.agree`."""
@@ -263,7 +263,7 @@ class WholeFunction(_ShardedFunction):
 
     def _through_hooks(self, args: Any, kwargs: Any) -> Any:
         """Run a loss function within the hooks of the model, where head and loss can be fused."""
-        if any(self._hooks_of(self._module)):
+        if self._hooks_of(self._module):
             # They expect the inputs and the output of the model.
             return self._run(*args, **kwargs)
         self._owner.in_hooks = self
