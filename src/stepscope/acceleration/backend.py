@@ -16,7 +16,14 @@ from torch.fx import GraphModule
 from stepscope.acceleration import torch_internals
 from stepscope.acceleration.comparison import Comparison
 from stepscope.acceleration.numbers import numbers_as_tensors
-from stepscope.acceleration.passes import attention, gelu, head_loss, linears, patch_embedding
+from stepscope.acceleration.passes import (
+    attention,
+    embedding,
+    gelu,
+    head_loss,
+    linears,
+    patch_embedding,
+)
 from stepscope.acceleration.passes.in_place import write_out_of_place
 from stepscope.acceleration.passes.linears import Weights, copied_inputs
 from stepscope.acceleration.passes.matching import Applied, Left, Outcome
@@ -35,7 +42,8 @@ _COMPILERS: dict[str, Callable[..., torch_internals.Compiled]] = {
     "inductor-cudagraphs": partial(torch_internals.compile_with_inductor, cudagraphs=True),
     "aot_eager": torch_internals.compile_with_aot_eager,
 }
-PASSES = (head_loss.NAME, attention.NAME, patch_embedding.NAME, gelu.NAME, *linears.NAMES)
+PASSES = (head_loss.NAME, attention.NAME, patch_embedding.NAME, embedding.NAME, gelu.NAME,
+          *linears.NAMES)  # fmt: skip
 _OPTIONS = ("compiler", "kernels", "passes", "regions", "copies", "fp8")
 _MAX_REPORTS = 64
 
@@ -210,6 +218,8 @@ def run_passes(
         outcomes += attention.fuse_attention(module.graph, kernels=kernels)
     if patch_embedding.NAME in names:
         outcomes += patch_embedding.use_matmuls(module.graph)
+    if embedding.NAME in names:
+        outcomes += embedding.use_kernel(module.graph, kernels=kernels)
     if gelu.NAME in names:
         outcomes += gelu.use_formula(module.graph)
     if weights is not None and {*linears.NAMES} & {*names}:
