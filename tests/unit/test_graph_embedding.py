@@ -36,7 +36,9 @@ class Model(nn.Module):
             self.head.weight = table.weight  # type: ignore[assignment]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return functional.cross_entropy(self.head(self.table(tokens)).flatten(0, 1), tokens.reshape(-1))
+        return functional.cross_entropy(
+            self.head(self.table(tokens)).flatten(0, 1), tokens.reshape(-1)
+        )
 
 
 def gradients(model: nn.Module, run: Any, tokens: Tensor) -> list[Tensor]:

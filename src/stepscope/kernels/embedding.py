@@ -40,7 +40,7 @@ def _kernel_takes(tokens: Tensor, rows_like: Tensor, rows: int) -> bool:
 
 
 def looked_up(tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
-    """Return weight[tokens]. Its gradient is one operator, also in graphs, which chooses between the
+    """Return weight[tokens]. Its gradient is one operator, also in graphs, that chooses between the
     kernel and torch when it runs."""
     out: Tensor = _LookedUp.apply(tokens, weight, padding_idx)  # type: ignore[no-untyped-call]
     return out
