@@ -109,6 +109,7 @@ def facts_of(record: Record, lacks: Sequence[str] = ()) -> Facts:
         blocks=setting.blocks if setting else int(record.quantity("blocks") or 0),
         block_list=block_list(summary),
         **_linear_layers(summary),
+        compiled_by_accelerate=_is_compiled_by_accelerate(setting),
         siblings=() if watched.lines is None else _siblings(watched.lines),
         loss_ms=_loss_ms(summary),
         ranks=ranks,
@@ -454,6 +455,12 @@ def account_facts(account: Account) -> dict[str, Any]:
         "recomputed_bytes": _recomputed(account),
         "state_bytes": account.line(OPTIMIZER),
     }
+
+
+def _is_compiled_by_accelerate(setting: Setting | None) -> bool:
+    """Return whether `accelerate` compiles the model; when it replaced modules, these were
+    recorded."""
+    return setting is not None and (setting.compiled_by_accelerate or setting.pieces is not None)
 
 
 def _loss_ms(summary: Summary) -> float:

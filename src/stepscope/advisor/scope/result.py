@@ -190,7 +190,14 @@ def _setting(recorder: Recorder) -> Setting:
         loader_workers=recorder.loader_workers,
         distributed=torch.distributed.is_available() and torch.distributed.is_initialized(),
         sharing=sharing_of(recorder.models),
+        compiled_by_accelerate=_compiled_by_accelerate(recorder.models),
     )
+
+
+def _compiled_by_accelerate(models: Sequence[torch.nn.Module]) -> bool:
+    from stepscope.acceleration.accelerate import is_compiled_by_default
+
+    return any(map(is_compiled_by_default, models))
 
 
 def _numbers(parameter: torch.Tensor) -> int:

@@ -11,6 +11,9 @@ from stepscope.acceleration.accelerate import accelerate, is_compiled_by_default
 from stepscope.acceleration.choice import PASSES
 from stepscope.acceleration.report import FP8, Report
 
+_OPTIONS = {"form": PASSES}
+"""Compiled with passes from the start: the timed steps of a trial choose no form."""
+
 
 class Acceleration:
     """`accelerate` for every model of a program."""
@@ -22,8 +25,7 @@ class Acceleration:
 
     def apply(self, model: torch.nn.Module, optimizers: Iterable[Any]) -> None:
         optimizer = self._optimizer_of(model, optimizers)
-        # Compiled with passes from the start: the timed steps of a trial choose no form.
-        compile = {"form": PASSES} if is_compiled_by_default(model) else "auto"
+        compile: Any = _OPTIONS if is_compiled_by_default(model) else "auto"
         self._reports.append(accelerate(model, optimizer, dtype=self._dtype, compile=compile))
 
     def _optimizer_of(self, model: torch.nn.Module, optimizers: Iterable[Any]) -> Any:

@@ -137,6 +137,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes saved for backward."""
     memory_bytes: int = 0
     compiled: bool = False
+    compiled_by_accelerate: bool = False
+    """`stepscope.accelerate` compiles the model by default; False if that is not recorded."""
     captured: bool = False
     """The step is replayed as a CUDA graph."""
     optimizer: str = "adam"

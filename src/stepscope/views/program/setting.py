@@ -40,8 +40,9 @@ class Setting(Part, frozen=True):
     sharing: Sharing | None = None
     """How ranks share the model; None if they do not, and in older records."""
     compiled_by_accelerate: bool = False
-    """Read from older records only, like `pieces`: modules that `accelerate` replaced then."""
+    """`stepscope.accelerate` compiles the model by default."""
     pieces: dict[str, dict[str, Int64]] | None = None
+    """In older records: modules that `accelerate` replaced then."""
 
 
 def setting_of(record: Record) -> Setting | None:

@@ -11,7 +11,7 @@ from stepscope.analysis.advice.facts import MODEL_PHASES, Facts, PhaseWork
 from stepscope.analysis.advice.program import Program, setting
 from stepscope.analysis.advice.rule import Change, Left, Stage, rule
 from stepscope.analysis.advice.rules.attention import with_fused_attention
-from stepscope.analysis.advice.rules.compile import NO_COMPILER, as_compiled
+from stepscope.analysis.advice.rules.compile import as_compiled
 from stepscope.analysis.limits import ADAMW_BYTES
 
 ACCELERATE = "accelerate"
@@ -57,15 +57,15 @@ def _with_one_launch(facts: Facts) -> Facts:
     return replace(after, fused_optimizer=True, one_launch_optimizer=True)
 
 
-def accelerated(facts: Facts) -> Facts | Left:
+def accelerated(facts: Facts) -> Facts | Left | None:
     """Return the step of a model that `accelerate` compiles, with passes for its attention and its
     loss, and the update in one launch."""
-    if facts.compiled:
-        return COMPILED
     if not facts.on_gpu:
         return _ON_CPU
-    if "compiler" in facts.lacks:
-        return NO_COMPILER
+    if not facts.compiled_by_accelerate:
+        return None
+    if facts.compiled:
+        return COMPILED
     after = as_compiled(with_fused_attention(facts) if facts.attention else facts)
     if facts.loss_ms > 0:
         after = _with_fused_loss(after)
@@ -95,9 +95,9 @@ def what_is_fused(facts: Facts, after: Facts) -> str:
     "stepscope.accelerate (compiled with fused attention, loss and optimizer)",
     stage=Stage.PIECES,
 )
-def _accelerate(facts: Facts) -> Change | Left:
+def _accelerate(facts: Facts) -> Change | Left | None:
     after = accelerated(facts)
-    if isinstance(after, Left):
+    if not isinstance(after, Facts):
         return after
     return Change(
         after=after,

@@ -31,7 +31,7 @@ _OTHER_ORDER = "numerics: another summation order"
 _BLOCKS_OVER_MODEL = 0.9
 _GRAPH_OF_COMPILED = 0.9
 """A graph must at least reduce the compiled step to this share to be worth its restrictions."""
-NO_COMPILER = Left("this machine has no compiler for torch.compile")
+_NO_COMPILER = Left("this machine has no compiler for torch.compile")
 
 
 def as_compiled(facts: Facts) -> Facts:
@@ -69,7 +69,7 @@ def _compile(facts: Facts) -> Change | Left | None:
 def _not_compilable(facts: Facts) -> Left | None:
     if facts.compiled:
         return Left("the model is compiled already")
-    return NO_COMPILER if "compiler" in facts.lacks else None
+    return _NO_COMPILER if "compiler" in facts.lacks else None
 
 
 @rule("compile-blocks", "torch.compile of each block", stage=Stage.KERNELS)
@@ -108,7 +108,7 @@ def _graph(facts: Facts) -> Change | Left | None:
     if facts.captured:
         return Left("the step is a CUDA graph already")
     if "compiler" in facts.lacks:
-        return NO_COMPILER
+        return _NO_COMPILER
     if facts.micro_batches > 1:
         return Left(
             "gradient accumulation: the next forward pass overwrites the gradients of a graph"

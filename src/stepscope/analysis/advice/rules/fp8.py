@@ -38,9 +38,8 @@ def _fp8(facts: Facts) -> Change | Left | None:
             return narrow
         in_bf16 = narrow.after
     # The same call compiles the model.
-    before = accelerated(in_bf16)
-    if isinstance(before, Left):
-        return before
+    compiled = accelerated(in_bf16)
+    before = compiled if isinstance(compiled, Facts) else in_bf16
     estimate = _estimate(facts)
     if estimate is None:
         return None
@@ -108,6 +107,7 @@ def _with_casts(facts: Facts, linear_ms: float, estimate: choice.Estimate) -> Fa
         attention=attention,
         dtype=FP8,
         autocast=True,
+        compiled=True,
         uses_fp8=True,
         linear_ms=gemms * linear_ms,
     )

@@ -78,10 +78,10 @@ def _train_step(facts: Facts) -> Change | Left | None:
     stage=Stage.PIECES,
     parts=True,
 )
-def _accelerated_step(facts: Facts) -> Change | Left:
+def _accelerated_step(facts: Facts) -> Change | Left | None:
     """Both together: fused kernels are so short that the host limits the step without a graph."""
     fused, graph = accelerated(facts), _as_graph(facts)
-    if isinstance(fused, Left):
+    if not isinstance(fused, Facts):
         return fused
     if isinstance(graph, Left):
         return graph
