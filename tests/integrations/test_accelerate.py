@@ -1,5 +1,5 @@
-"""`stepscope.accelerate` on models of transformers: the same losses and gradients, also with adapters,
-padding, dropout, caches, checkpointing and FP8."""
+"""`stepscope.accelerate` on models of transformers: the same losses and gradients, also with
+adapters, padding, dropout, caches, checkpointing and FP8."""
 
 from __future__ import annotations
 
