@@ -10,7 +10,7 @@ ifdef TORCH_INDEX
 PIP += --extra-index-url $(TORCH_INDEX)
 endif
 
-.PHONY: report test test-integrations test-matrix lint format browser dist clean help
+.PHONY: report test test-integrations lint format browser dist clean help
 
 help:
 	@echo 'make report    measure this machine, write stepscope-out/report.html'
@@ -19,7 +19,6 @@ help:
 	@echo 'make lint      style and types'
 	@echo 'make browser   install Chromium for the tests of the page'
 	@echo 'make dist      build wheel and sdist, try the wheel in an empty environment'
-	@echo 'make test-matrix   accelerate model families with several versions of torch and transformers'
 
 report: .venv/.use
 	$(BIN)/stepscope run $(ARGS)
@@ -30,10 +29,6 @@ test: .venv/.dev browser
 # In one process: the tests of a program share its runs.
 test-integrations: .venv/.integrations
 	$(BIN)/pytest tests/integrations --timeout 1800 $(ARGS)
-
-# Each pair of versions has an environment of its own under .venv/matrix.
-test-matrix: .venv/.dev
-	$(BIN)/python scripts/version_matrix.py $(ARGS)
 
 dist: .venv/.dev
 	rm -rf dist build

@@ -43,9 +43,11 @@ CUDNN = "-cudnn"
 """Ending of a form in which torch prefers cuDNN's attention."""
 PEERS = ("plain", *COMPILED, *(form + CUDNN for form in COMPILED), "liger")
 _WITH_PASSES = {"form": "compiled with passes"}
-BY_GRAPH: dict[str, Any] = {
-    "stepscope-compile": True,
-    "stepscope-auto": "auto",
+OURS: dict[str, Any] = {
+    "stepscope": "auto",
+    "stepscope-eager": "auto",
+    "stepscope-uncompiled": False,
+    "stepscope-own-layers": False,
     "stepscope-compile-passes": _WITH_PASSES,
     "stepscope-compile-one-region": _WITH_PASSES | {"regions": False},
     "stepscope-compile-passes-update-after": _WITH_PASSES,
@@ -54,12 +56,10 @@ BY_GRAPH: dict[str, Any] = {
     ),
     "stepscope-compile-fp8": _WITH_PASSES,
 }
-"""Forms in which `accelerate` stands on the compiler's graph, with its argument `compile`: the form
-chosen by time, the same unless blocks are known, the one with all passes, that one without a region
-per block, with one update after the backward pass or without copies of weights, and in FP8."""
-OURS = (
-    "stepscope", "stepscope-eager", "stepscope-compiled-blocks", "stepscope-graph", *BY_GRAPH,
-)  # fmt: skip
+"""Forms of Stepscope, with the argument `compile` of `accelerate`: the form chosen by time, the
+same without a CUDA graph, the model as it is, a `TransformerLM` with its own fused layers, the one
+with all passes, that one without a region per block, with one update after the backward pass or
+without copies of weights, and in FP8."""
 FORMS = (*PEERS, *OURS)
 LR = 3e-4
 LEARNED_TOKENS = 4096
@@ -152,8 +152,6 @@ class Bench:
 
     def step(self, form: str) -> Callable[[Any], Tensor]:
         """Build the model and the step of a form."""
-        if form == "stepscope-graph":
-            return self._graph_step()
         if form in OURS:
             return self._our_step(form)
         if form.endswith(CUDNN):
@@ -176,45 +174,26 @@ class Bench:
         import stepscope
 
         dtype = "fp8" if form.endswith("-fp8") else None
-        model, optimizer, loss_fn = self.our_model(BY_GRAPH.get(form, False), dtype)
-        if form == "stepscope-compiled-blocks":
-            _compile_blocks(model)
+        if form == "stepscope-own-layers":
+            return self._own_layers_step()
+        model, loss_fn = self.model(), loss_function(self.row)
+        optimizer = self._adamw(model)
+        stepscope.accelerate(model, optimizer, compile=OURS[form], dtype=dtype)
         return stepscope.TrainStep(
             model, optimizer, loss_fn=loss_fn, dtype=torch.bfloat16,
             graph="off" if form == "stepscope-eager" else "auto",
             update_in_backward=False if form.endswith("-update-after") else "auto",
         )  # fmt: skip
 
-    def _graph_step(self) -> Callable[[Any], Tensor]:
-        """Model and loss through the graph backend; our optimizer and CUDA graph."""
-        import stepscope
-        from stepscope.acceleration.backend import backend
-        from stepscope.acceleration.optimizer import fuse_optimizer
-
-        model, loss_fn = self.model(), loss_function(self.row)
-        optimizer = self._adamw(model)
-        fuse_optimizer(optimizer)
-        loss = torch.compile(
-            lambda model, batch: compute_loss(model, batch, loss_fn), backend=backend
-        )
-        return stepscope.TrainStep(model, optimizer, loss_fn=loss, dtype=torch.bfloat16)
-
-    def our_model(
-        self, compile: Any = False, dtype: str | None = None
-    ) -> tuple[nn.Module, torch.optim.Optimizer, LossFunction | None]:
-        """Create the model with our pieces: our own with its switches, others accelerated; or any
-        through the graph backend."""
+    def _own_layers_step(self) -> Callable[[Any], Tensor]:
         import stepscope
         from stepscope.optim import InBackwardAdamW
 
-        if self.row.family == "own" and not compile:
-            model = self.model(native=True)
-            copies = model.copies
-            return model, InBackwardAdamW(model.parameters(), lr=LR, copies=copies), None  # type: ignore[arg-type]
-        model = self.model()
-        optimizer = self._adamw(model)
-        stepscope.accelerate(model, optimizer, compile=compile, dtype=dtype)
-        return model, optimizer, loss_function(self.row)
+        if self.row.family != "own":
+            raise SkippedError("only TransformerLM has fused layers of its own")
+        model = self.model(native=True)
+        optimizer = InBackwardAdamW(model.parameters(), lr=LR, copies=model.copies)  # type: ignore[arg-type]
+        return stepscope.TrainStep(model, optimizer, dtype=torch.bfloat16)
 
     def _adamw(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
@@ -282,7 +261,7 @@ class Built:
         self._run(1)
         synchronize(bench.device)
         self.first_step_s = time.perf_counter() - started
-        warm_up = TRIAL if BY_GRAPH.get(form) in (True, "auto") else WARM_UP
+        warm_up = TRIAL if OURS.get(form) == "auto" else WARM_UP
         self._run(0 if bench.args.tiny else warm_up - 1)
         synchronize(bench.device)
         self.build_s = time.perf_counter() - started
@@ -449,7 +428,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def compare_losses(bench: Bench, steps: int) -> dict[str, Any]:
-    """Train plain and with our pieces from the same seed on the same batches."""
+    """Train plain and accelerated from the same seed on the same batches."""
     last = min(50, steps)
     gradients: list[dict[str, Tensor]] = []
     means, curves = [], []
@@ -482,13 +461,11 @@ def compare_losses(bench: Bench, steps: int) -> dict[str, Any]:
 
 def _first_gradients(bench: Bench, ours: bool) -> dict[str, Tensor]:
     """Return the gradients of the first batch, on the host."""
-    if ours and bench.row.family == "own":
-        # Its optimizer would consume the gradients.
-        model, loss_fn = bench.model(native=True), None
-    elif ours:
-        model, _, loss_fn = bench.our_model()
-    else:
-        model, loss_fn = bench.model(), loss_function(bench.row)
+    model, loss_fn = bench.model(), loss_function(bench.row)
+    if ours:
+        import stepscope
+
+        stepscope.accelerate(model)
     with torch.autocast(bench.device.type, torch.bfloat16):
         loss = compute_loss(model, bench.data.batch(0), loss_fn)
     loss.backward()  # type: ignore[no-untyped-call]

@@ -25,8 +25,8 @@ from typing import NamedTuple
 from stepscope.advisor.advise.interleaved import ScriptEndedError, TrialProcess
 from stepscope.advisor.inspect.order import Order
 from stepscope.advisor.inspect.recording import record_script
-from stepscope.analysis.advice.pieces import ACCELERATE
 from stepscope.analysis.advice.program import switchable
+from stepscope.analysis.advice.rules.accelerate import ACCELERATE
 from stepscope.errors import StepscopeError
 from stepscope.records.schema import Record
 

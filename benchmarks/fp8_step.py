@@ -8,7 +8,7 @@
 Blocks of at least `--seconds` of consecutive steps in ABBA order (`benchmarks/acceleration.py`).
 `bf16` and `fp8-…` are Stepscope's step: its own model with fused projections and the optimizer in
 the backward pass, others by `stepscope.accelerate`, both in a `TrainStep`; `graph-…` is
-`accelerate` through the compiler's graph. `torchao-…` converts the linear layers of the blocks (not
+`accelerate` for its own model too. `torchao-…` converts the linear layers of the blocks (not
 the head) and compiles the blocks; `compiled` does the latter only. With `-cudnn` torch prefers
 cuDNN's attention.
 8b has bfloat16 weights and recomputes gates, as its bf16
@@ -104,7 +104,7 @@ class Fp8Bench(Bench):
         if recipe is not None and (reason := unavailable(self.device, recipe)):
             raise SkippedError(reason)
         if form in GRAPHS:
-            return self._accelerated(recipe, {"form": "compiled with passes"})
+            return self._accelerated(recipe)
         return self._own(recipe) if self.row.family == "own" else self._accelerated(recipe)
 
     def _own(self, recipe: Recipe | None) -> Callable[[Any], Tensor]:
@@ -136,14 +136,15 @@ class Fp8Bench(Bench):
         )
         return _Explained(step, fp8)
 
-    def _accelerated(self, recipe: Recipe | None, compile: Any = False) -> Callable[[Any], Tensor]:
+    def _accelerated(self, recipe: Recipe | None) -> Callable[[Any], Tensor]:
         import stepscope
 
         model = self.model()
         optimizer = self._adamw(model)
         report = stepscope.accelerate(
-            model, optimizer, dtype=recipe or torch.bfloat16, compile=compile
-        )
+            model, optimizer, dtype=recipe or torch.bfloat16,
+            compile={"form": "compiled with passes"},
+        )  # fmt: skip
         loss_fn = acceleration.loss_function(self.row)
         return _Explained(stepscope.TrainStep(model, optimizer, loss_fn=loss_fn), report.fp8)
 

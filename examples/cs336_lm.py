@@ -1,7 +1,7 @@
 """A language model of classes of its own, as CS336 asks for, before and after `accelerate`.
 
     python examples/cs336_lm.py                 as it is
-    python examples/cs336_lm.py --accelerate    with fused pieces, and on a GPU as a CUDA graph
+    python examples/cs336_lm.py --accelerate    on a GPU compiled, as a CUDA graph
     python examples/cs336_lm.py --accelerate --size real     450 million parameters, on a GPU
 
 Linear layers, embedding, norm, rotary positions, SwiGLU, softmax and attention are written with

@@ -1,7 +1,7 @@
 """A Hugging Face Llama in a loop of its own, before and after `stepscope.accelerate`.
 
 python examples/hf_llama.py                 as it is
-python examples/hf_llama.py --accelerate    with fused pieces, and on a GPU as a CUDA graph
+python examples/hf_llama.py --accelerate    on a GPU compiled, as a CUDA graph
 python examples/hf_llama.py --accelerate --size real     the shape of Llama 3.2 1B, on a GPU
 """
 

@@ -1,7 +1,7 @@
 """A vision transformer of timm in a loop of its own, before and after `stepscope.accelerate`.
 
 python examples/timm_vit.py                 as it is
-python examples/timm_vit.py --accelerate    with fused pieces, and on a GPU as a CUDA graph
+python examples/timm_vit.py --accelerate    on a GPU compiled, as a CUDA graph
 python examples/timm_vit.py --accelerate --size real     ViT-B/16, batch 128, on a GPU
 """
 

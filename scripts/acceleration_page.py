@@ -1,11 +1,10 @@
-"""The generated parts of docs/accelerate.md, each the lines between two comments: the table of
-families and pieces, and the step times on an H200."""
+"""The generated parts of docs/accelerate.md, each the lines between two comments: times on an
+H200."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,13 +13,7 @@ from page_parts import replaced
 from stepscope.report.tables import col, table
 from stepscope.report.text import markdown
 
-RECORD = "acceleration-matrix.jsonl"
 PAGE = "docs/accelerate.md"
-BEGIN = "<!-- matrix: made by scripts/acceleration_matrix.py -->"
-VERSIONS = "version-matrix.jsonl"
-BEGIN_VERSIONS = "<!-- versions: made by scripts/version_matrix.py -->"
-TORCHES, TRANSFORMERS = ("2.11", "2.13"), ("4.57", "5.17", "5.22")
-"""The versions of `make test-matrix`."""
 SPEEDS = "acceleration_h200.jsonl"
 BEGIN_SPEEDS = "<!-- speeds: benchmarks/acceleration.py -->"
 STARTS = "acceleration-start_h200.jsonl"
@@ -72,7 +65,6 @@ def with_tables(page: str, results: Path) -> str:
         [json.loads(line) for line in (results / name).read_text().splitlines()]
         for name in (SPEEDS, STARTS, GRAPHS)
     )
-    page = with_versions(with_matrix(page, results), results)
     page = replaced(page, BEGIN_SPEEDS, _speeds(speeds))
     page = replaced(page, BEGIN_GRAPHS, _graphs(graphs))
     page = replaced(page, BEGIN_SHARDED, _sharded(results / SHARDED))
@@ -114,52 +106,12 @@ def _graphs(lines: list[Line]) -> str:
         col("baseline", lambda row: baseline(row)[0], unit="ms"),
         col("compiled with passes", lambda row: ms(row, "stepscope-compile-passes"), unit="ms"),
         col("in one region", lambda row: ms(row, "stepscope-compile-one-region"), unit="ms"),
-        col("modules replaced", lambda row: ms(row, _STEPSCOPE), unit="ms"),
     ]
     rows = list(dict.fromkeys(x["row"] for x in lines if x["form"] == "stepscope-compile-passes"))
     text = markdown(table("graphs", "", rows, columns))
     return (
         f"{text.strip()}\n\nRecords: `results/{GRAPHS}` (NVIDIA H200): medians of all runs of a"
         " form, which for some models were on several machines."
-    )
-
-
-def with_matrix(page: str, results: Path) -> str:
-    return replaced(page, BEGIN, _matrix(read(results)))
-
-
-def with_versions(page: str, results: Path) -> str:
-    lines = [json.loads(line) for line in (results / VERSIONS).read_text().splitlines()]
-    usual = {line["family"]: line["replaced"] for line in read(results)}
-    pairs = [[torch, transformers] for torch in TORCHES for transformers in TRANSFORMERS]
-    by_pair = [(pair, [line for line in lines if line["pair"] == pair]) for pair in pairs]
-
-    def same(row: tuple[list[str], list[Line]]) -> str:
-        alike = sum(line.get("replaced") == usual[line["family"]] for line in row[1])
-        return f"{alike} of {len(row[1])}" if row[1] else "not run"
-
-    def others(row: tuple[list[str], list[Line]]) -> str:
-        return "; ".join(
-            f"{line['family']}: {line.get('error') or _difference(line, usual[line['family']])}"
-            for line in row[1]
-            if line.get("replaced") != usual[line["family"]]
-        )
-
-    columns = [
-        col("torch", lambda row: row[1][0]["torch"] if row[1] else row[0][0]),
-        col("transformers", lambda row: row[1][0]["transformers"] if row[1] else row[0][1]),
-        col("families with the replacements above", same),
-        col("others", others),
-    ]
-    text = markdown(table("versions", "", by_pair, columns)).strip()
-    return replaced(page, BEGIN_VERSIONS, f"{text}\n\nRecords: `results/{VERSIONS}`.")
-
-
-def _difference(line: Line, usual: dict[str, int]) -> str:
-    pieces = {**usual, **line["replaced"]}
-    changed = [one for one in pieces if line["replaced"].get(one, 0) != usual.get(one, 0)]
-    return ", ".join(
-        f"{one} {line['replaced'].get(one, 0)} instead of {usual.get(one, 0)}" for one in changed
     )
 
 
@@ -255,38 +207,3 @@ def _speed(name: str, lines: list[Line]) -> Speed | None:
 
 def _values(lines: list[Line], form: str, name: str) -> list[float]:
     return [one[name] for one in lines if one.get("form") == form and name in one]
-
-
-def read(results: Path) -> list[Line]:
-    return [json.loads(line) for line in (results / RECORD).read_text().splitlines()]
-
-
-def _matrix(lines: list[Line]) -> str:
-    pieces = list(dict.fromkeys(piece for line in lines for piece in _pieces(line)))
-    reasons = list(dict.fromkeys(one["reason"] for line in lines for one in line["left"]))
-
-    def cell(line: Line, piece: str) -> str:
-        parts = [str(line["replaced"][piece])] if piece in line["replaced"] else []
-        parts += [
-            f"{one['count']} left ({reasons.index(one['reason']) + 1})"
-            for one in line["left"]
-            if one["piece"] == piece
-        ]
-        return ", ".join(parts)
-
-    columns = [col("family", lambda line: line["family"])]
-    columns += [col(piece, lambda line, piece=piece: cell(line, piece)) for piece in pieces]
-    versions = dict.fromkeys(f"{line['library']} {line['version']}" for line in lines)
-    text = [
-        f"Models with two blocks; {', '.join(versions)}. Counts are replaced modules (a head counts"
-        " with the module that computes the loss). No count: there is no such part, or a larger"
-        " piece includes it.",
-        markdown(table("matrix", "", lines, columns)).strip(),
-        "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)),
-    ]
-    return "\n\n".join(filter(None, text))
-
-
-def _pieces(line: Line) -> Iterator[str]:
-    yield from line["replaced"]
-    yield from (one["piece"] for one in line["left"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -14,6 +13,8 @@ import stepscope
 from stepscope.acceleration.report import Report
 
 WIDTH, HIDDEN, VOCAB = 16, 40, 50
+COMPILED = {"compiler": "aot_eager", "form": "compiled with passes"}
+"""Options of `accelerate(…, compile=)`: the graph with our passes, run without Inductor."""
 
 
 class Norm(nn.Module):
@@ -29,25 +30,6 @@ class Norm(nn.Module):
         return self.weight * (x.float() * inverse).to(x.dtype)
 
 
-class OffsetNorm(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        inverse = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return (x.float() * inverse * (1 + self.weight)).to(x.dtype)
-
-
-class OtherEpsilonNorm(Norm):
-    """Its attribute is not the epsilon it uses."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        inverse = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-4)
-        return self.weight * (x.float() * inverse).to(x.dtype)
-
-
-class CenteredNorm(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x - x.mean(-1, keepdim=True))
-
-
 class Gated(nn.Module):
     def __init__(self, activation: Callable[[Tensor], Tensor] = functional.silu) -> None:
         super().__init__()
@@ -58,40 +40,6 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-class PackedGated(nn.Module):
-    """Gate and up in one layer, as in Phi-3."""
-
-    def __init__(self, activation: Callable[[Tensor], Tensor] = functional.silu) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Linear(WIDTH, 2 * HIDDEN)
-        self.down_proj = nn.Linear(HIDDEN, WIDTH)
-        self.activation = activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(up * self.activation(gate))
-        return out
-
-
-class Plain(nn.Module):
-    def __init__(
-        self,
-        activation: Callable[[Tensor], Tensor] = functional.gelu,
-        dropout: float = 0.0,
-        hidden_dropout: float = 0.0,
-        inplace: bool = False,
-    ) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        self.activation, self.dropout = activation, nn.Dropout(dropout, inplace)
-        self.hidden_dropout = nn.Dropout(hidden_dropout, inplace)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.hidden_dropout(self.activation(self.first(x)))
-        out: Tensor = self.dropout(self.second(hidden))
         return out
 
 
@@ -213,17 +161,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def accelerated(model: nn.Module, **how: Any) -> Report:
-    report = stepscope.accelerate(model, **how)
+    """Accelerate a model by the graph, and run it once."""
+    report = stepscope.accelerate(model, compile=COMPILED, **how)
     with torch.autocast("cpu", torch.bfloat16):
         model(*batch())
-    return report
-
-
-def assert_same_training(block: Callable[[], nn.Module] = Block) -> Report:
-    """Three steps: a wrong gradient of the first changes the loss of the second."""
-    plain, fused = created(block), created(block)
-    report = stepscope.accelerate(fused)
-    expected = losses(plain, sgd(plain), steps=3)
-    assert losses(fused, sgd(fused), steps=3) == pytest.approx(expected, rel=5e-3)
-    assert report.unchecked == 0
     return report

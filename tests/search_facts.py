@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stepscope.analysis.advice.facts import Facts, PhaseWork, PieceShare, PieceWork, Runs
-
-
-def piece(name: str, forward: float, backward: float, launches: float) -> PieceWork:
-    shares = tuple(
-        PieceShare(
-            phase=phase, classes={"elementwise": ms}, launches=launches, fused_ms=ms / 5,
-            fused_launches=24.0,
-        )
-        for phase, ms in (("forward", forward), ("backward", backward))
-    )  # fmt: skip
-    return PieceWork(piece=name, modules=24, shares=shares)
+from stepscope.analysis.advice.facts import Facts, PhaseWork, Runs
 
 
 def llama(**changes: Any) -> Facts:
@@ -45,13 +34,7 @@ def llama(**changes: Any) -> Facts:
         "optimizer_name": "AdamW",
         "loss_ms": 3.0,
         "logit_bytes": 1 << 29,
-        "pieces": (
-            piece("RMSNorm", 2.4, 4.2, 250.0),
-            piece("gated MLP", 0.8, 1.6, 100.0),
-            piece("attention", 0.8, 1.2, 200.0),
-            piece("SDPA", 0.0, 0.0, 0.0),
-            piece("head and loss", 0.0, 0.0, 0.0),
-        ),
+        "compiled_by_accelerate": True,
         "blocks": 12,
         "rates": {"float32": 50e12, "tf32": 400e12, "bfloat16": 800e12},
         "bandwidth": 4e12,

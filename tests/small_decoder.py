@@ -1,5 +1,4 @@
-"""A decoder with the module names of Hugging Face's Llama, which needs only torch: `accelerate`
-replaces every part of it."""
+"""A decoder as Hugging Face's Llama is, which needs only torch."""
 
 from __future__ import annotations
 
@@ -15,15 +14,6 @@ from torch.utils.checkpoint import checkpoint
 WIDTH, HIDDEN, HEADS, KEY_HEADS, VOCAB = 16, 40, 4, 2, 50
 D_HEAD = WIDTH // HEADS
 LAYERS = 2
-REPLACED = {
-    "head and loss": 2,
-    "residual block": LAYERS,
-    "attention": LAYERS,
-    "gated MLP": LAYERS,
-    "RMSNorm": 2 * LAYERS + 1,
-    "embedding": 1,
-}
-
 Positions = tuple[Tensor, Tensor]
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import stepscope
+from accelerated_models import COMPILED
 from ranked import LIMITS
 from small_decoder import Decoder, adamw, batch, decoder
 from stepscope.parallel import DDP, FSDP, World, launch
@@ -33,40 +33,25 @@ def fsdp(model: Decoder) -> nn.Module:
     return FSDP(model)
 
 
-def fsdp2(model: Decoder) -> nn.Module:
-    for layer in model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-def fsdp2_bfloat16(model: Decoder) -> nn.Module:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.layers:
-        fully_shard(layer, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
-
-
-WRAPPERS: tuple[Callable[[Decoder], nn.Module], ...] = (
-    torch_ddp, ddp, fsdp, fsdp2, fsdp2_bfloat16,
-)  # fmt: skip
-SHARDED = (fsdp, fsdp2, fsdp2_bfloat16)
+WRAPPERS: tuple[Callable[[Decoder], nn.Module], ...] = (torch_ddp, ddp, fsdp)
 
 
 def trained(world: World, wrap: Callable[[Decoder], nn.Module], when: str) -> Losses:
     """Train with a rank's own batches, under autocast unless the wrapper casts."""
     model = decoder(tied=False)
     if when == "before":
-        stepscope.accelerate(model)
+        stepscope.accelerate(model, compile=COMPILED)
     wrapped: Any = wrap(model)
     optimizer = adamw(wrapped)
     if when in ("after", "within"):
-        report = stepscope.accelerate(wrapped if when == "after" else model, optimizer)
+        target = wrapped if when == "after" else model
+        report = stepscope.accelerate(target, optimizer, compile=COMPILED)
         reasons = [left.reason for left in report.left if left.piece == "model"]
-        assert bool(reasons) == (wrap in SHARDED), report
-        assert all("accelerate the model before" in reason for reason in reasons)
+        assert bool(reasons) == (wrap is fsdp), report
+        assert all("not by fully_shard" in reason for reason in reasons)
     losses = []
     for step in range(STEPS):
-        with torch.autocast("cpu", torch.bfloat16, enabled=wrap is not fsdp2_bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
             loss = wrapped(*batch(10 * world.rank + step))
         loss.backward()
         if hasattr(wrapped, "finish_gradient_synchronization"):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import stepscope
+from accelerated_models import COMPILED
 from fp8_on_cpu import pretend_fp8
 from ranked import LIMITS
 from stepscope.acceleration import accelerate as acceleration
@@ -49,7 +49,7 @@ def own() -> tuple[nn.Module, Fp8Layers]:
 def accelerated() -> tuple[nn.Module, Fp8Layers]:
     torch.manual_seed(0)
     model = Blocks()
-    report = stepscope.accelerate(model, dtype="fp8")
+    report = stepscope.accelerate(model, dtype="fp8", compile=COMPILED)
     assert report.fp8 is not None
     report.fp8.always = True
     return model, report.fp8
@@ -124,13 +124,8 @@ def run(world: World) -> dict[str, Any]:
     results["one process"] = {build.__name__: in_one_process(build) for build in MODELS}
     results["refused"] = [refused(lambda build=build: FSDP(build()[0])) for build in MODELS]
     results["sharded before"] = refused(
-        lambda: stepscope.accelerate(FSDP(Blocks()).module, dtype="fp8")
+        lambda: stepscope.accelerate(FSDP(Blocks()).module, dtype="fp8", compile=COMPILED)
     )
-    model, layers = accelerated()
-    for layer in model.layers:  # type: ignore[union-attr]
-        fully_shard(layer)
-    loss_of(fully_shard(model), *batch(0, 0)).backward()  # type: ignore[no-untyped-call]
-    results["sharded by torch"] = layers.decisions
     return results
 
 

@@ -146,29 +146,7 @@ LOSSES: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {
     "own attention": _of_pairs,
 }
 """For models that do not return their loss."""
-PIECES = {
-    "llama": {"residual block", "attention", "RMSNorm", "gated MLP", "head and loss"},
-    "qwen2": {"residual block", "attention", "RMSNorm", "gated MLP", "head and loss"},
-    "qwen3": {"residual block", "attention", "RMSNorm", "gated MLP", "head and loss"},
-    "gemma": {"residual block", "attention", "RMSNorm", "gated MLP", "head and loss"},
-    "mistral, window": {"residual block", "attention", "RMSNorm", "gated MLP", "head and loss"},
-    "gemma2": {"residual block", "attention", "RMSNorm", "gated MLP"},
-    "gpt2": {"residual block", "LayerNorm", "MLP", "head and loss", "attention", "embedding"},
-    "neox": {"residual block", "LayerNorm", "MLP", "head and loss", "attention"},
-    "neox, sequential": {"residual block", "LayerNorm", "MLP", "head and loss", "attention"},
-    "olmo2": {"attention", "RMSNorm", "gated MLP", "head and loss"},
-    "phi": {"residual block", "LayerNorm", "MLP", "attention"},
-    "phi3": {"residual block", "attention", "RMSNorm", "gated MLP", "head and loss"},
-    "bert": {"residual block", "LayerNorm", "attention", "linear"},
-    "vit": {"residual block", "LayerNorm", "attention", "MLP", "linear", "patch embedding"},
-    "timm": {"residual block", "LayerNorm", "attention", "MLP", "linear", "patch embedding"},
-    "nanogpt": {"residual block", "LayerNorm", "MLP", "head and loss", "attention", "embedding"},
-    "encoder": {"residual block", "LayerNorm", "attention", "linear", "embedding"},
-    "own classes": {"residual block", "RMSNorm", "gated MLP", "head and loss", "embedding"},
-    "own attention": {
-        "residual block", "RMSNorm", "gated MLP", "head and loss", "embedding", "linear",
-    },
-}  # fmt: skip
+COMPILED = {"form": "compiled with passes"}
 
 
 def batches(steps: int) -> list[dict[str, Tensor]]:
@@ -192,7 +170,7 @@ def losses(
     images = name in ("vit", "timm")
     rate = 2**-13 if images else 2**-11
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
-    report = stepscope.accelerate(model, optimizer, compile=False) if fused else None
+    report = stepscope.accelerate(model, optimizer, compile=COMPILED) if fused else None
     step = stepscope.TrainStep(
         model, optimizer, loss_fn=LOSSES.get(name), max_grad_norm=max_grad_norm, graph=graph
     )
@@ -209,7 +187,7 @@ def losses(
 
 
 def assert_no_failed_comparison(report: Report) -> None:
-    assert report.unchecked == 0
+    assert report.is_compiled, report
     assert not [left for left in report.left if "differ" in left.reason or "raises" in left.reason]
 
 
@@ -253,7 +231,7 @@ def test_writes_through_data_between_replays_are_used(
     def run(graph: Any) -> tuple[list[Tensor], stepscope.TrainStep]:
         model = accelerated_models.created().cuda()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        stepscope.accelerate(model, optimizer, compile=False)
+        stepscope.accelerate(model, optimizer, compile=COMPILED)
         step = stepscope.TrainStep(
             model, optimizer, max_grad_norm=max_grad_norm, dtype=torch.bfloat16, graph=graph
         )
@@ -270,86 +248,27 @@ def test_writes_through_data_between_replays_are_used(
     assert step.captured.statistics.captured == 2, step.explain()
 
 
-@pytest.mark.parametrize("name", PIECES)
-def test_every_replacement_passes_its_comparison(name: str) -> None:
-    torch.manual_seed(0)
-    model = MODELS[name]().cuda().train()
-    report = stepscope.accelerate(model, compile=False)
-    batch = batches(1)[0]
-    with torch.autocast("cuda", torch.bfloat16):
-        LOSSES[name](model, batch) if name in LOSSES else model(**batch)
-    assert_no_failed_comparison(report)
-    assert PIECES[name] <= report.replaced.keys()
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_captured_decoder_uses_the_causal_flag(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from stepscope.acceleration.pieces import attention as rotary_attention
-    from stepscope.acceleration.pieces import packed_attention
-
-    attention: Any = rotary_attention if name == "llama" else packed_attention
-    captured: list[bool] = []
-    attend = attention.attention
-
-    def recorded(*args: Any, is_causal: bool, **options: Any) -> Tensor:
-        if torch.cuda.is_current_stream_capturing():
-            captured.append(is_causal)
-        return attend(*args, is_causal=is_causal, **options)
-
-    monkeypatch.setattr(attention, "attention", recorded)
-    losses(name, fused=True, graph="auto")
-    assert captured == [True, True]
-
-
 @pytest.mark.parametrize(
-    ("name", "rules"),
+    ("create", "loss"),
     [
-        ("mistral, window", [("window",)] * 2),
-        ("gemma2", [("window", "softcap"), ("softcap",)]),
-    ],
-)
-def test_a_captured_decoder_uses_the_rules_of_its_masks(
-    name: str, rules: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from stepscope.acceleration.pieces import attention
-
-    captured: list[tuple[str, ...]] = []
-    attend = attention.attention
-
-    def recorded(*args: Any, rules: Any = None, **options: Any) -> Tensor:
-        if torch.cuda.is_current_stream_capturing():
-            captured.append(() if rules is None else rules.names)
-        return attend(*args, rules=rules, **options)
-
-    monkeypatch.setattr(attention, "attention", recorded)
-    losses(name, fused=True, graph="auto")
-    assert captured == rules
-
-
-@pytest.mark.parametrize(
-    ("create", "loss", "pieces"),
-    [
-        (lambda: _gpt2(0.1), lambda model, batch: model(**batch).loss, ("attention", "MLP")),
-        (lambda: Encoder(0.1), _outside, ("attention",)),
+        (lambda: _gpt2(0.1), lambda model, batch: model(**batch).loss),
+        (lambda: Encoder(0.1), _outside),
     ],
     ids=["gpt2", "encoder"],
 )
-def test_dropout_has_the_random_numbers_of_the_model(
-    create: Callable[[], nn.Module], loss: Callable[..., Tensor], pieces: tuple[str, ...]
-) -> None:
+def test_dropout_trains_alike(create: Callable[[], nn.Module], loss: Callable[..., Tensor]) -> None:
+    """Inductor draws other random numbers."""
     values = []
     for fused in (False, True):
         torch.manual_seed(0)
         model = create().cuda().train()
-        report = stepscope.accelerate(model, compile=False) if fused else None
+        report = stepscope.accelerate(model, compile=COMPILED) if fused else None
         torch.manual_seed(1)
         with torch.autocast("cuda", torch.bfloat16):
             values.append([float(loss(model, batch).detach()) for batch in batches(3)])
     assert report is not None
-    assert {piece: len(report.replaced[piece]) for piece in pieces} == dict.fromkeys(pieces, 2)
-    assert values[1] == pytest.approx(values[0], rel=5e-3)
+    assert_no_failed_comparison(report)
+    assert values[1] == pytest.approx(values[0], rel=2e-2)
 
 
 def _gradients(name: str, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -382,11 +301,10 @@ def _error(actual: Tensor, exact: Tensor) -> float:
     ],
 )
 def test_gradients_of_later_calls(name: str) -> None:
-    """From the second call on, the last add of a block is fused with the norm that reads it."""
     torch.manual_seed(0)
     model = MODELS[name]().cuda().train()
     exact, plain = _gradients(name, model, None), _gradients(name, model, torch.bfloat16)
-    stepscope.accelerate(model, compile=False)
+    stepscope.accelerate(model, compile=COMPILED)
     for _ in range(3):
         fused = _gradients(name, model, torch.bfloat16)
         assert fused.keys() == plain.keys()
@@ -395,73 +313,12 @@ def test_gradients_of_later_calls(name: str) -> None:
             assert _error(fused[parameter], value) <= allowed, parameter
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_gradients_of_the_streams_between_blocks(name: str) -> None:
-    """They include those of the norms that were computed with the adds."""
-
-    def streams_of(model: Any, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-        seen: list[Tensor] = []
-        blocks = model.model.layers if name == "llama" else model.transformer.h
-        hooks = [one.register_forward_hook(lambda _, __, out: seen.append(out)) for one in blocks]
-        with torch.autocast("cuda", dtype, enabled=dtype is not None):
-            loss = model(**batches(1)[0]).loss
-        for hook in hooks:
-            hook.remove()
-        return torch.autograd.grad(loss, seen)
-
-    torch.manual_seed(0)
-    model = MODELS[name]().cuda().train()
-    exact, plain = streams_of(model, None), streams_of(model, torch.bfloat16)
-    stepscope.accelerate(model, compile=False)
-    for _ in range(2):
-        _gradients(name, model, torch.bfloat16)
-    fused = streams_of(model, torch.bfloat16)
-    for new, old, value in zip(fused, plain, exact, strict=True):
-        assert _error(new, value) <= 2 * _error(old, value) + 8e-3
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "vit", "timm", "nanogpt"])
-def test_launches_of_norms_and_adds(name: str) -> None:
-    """Two blocks have one norm more than adds; each norm is one launch in the forward pass, and two
-    in the backward pass, with the reduction of its weights."""
-    torch.manual_seed(0)
-    model = MODELS[name]().cuda().train()
-    stepscope.accelerate(model, compile=False)
-    for _ in range(2):
-        _gradients(name, model, torch.bfloat16)
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        _gradients(name, model, torch.bfloat16)
-        torch.cuda.synchronize()
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts["norm_forward_kernel"] == 5
-    assert counts["norm_backward_kernel"] == 5
-
-
-def test_writes_between_an_add_and_its_norm() -> None:
-    """A norm that was computed early and is not read does not fail in the backward pass."""
-    torch.manual_seed(0)
-    model: Any = MODELS["gpt2"]().cuda().train()
-    stepscope.accelerate(model, compile=False)
-    for _ in range(2):
-        _gradients("gpt2", model, torch.bfloat16)
-
-    def write(block: Any, _: Any) -> None:
-        with torch.no_grad():
-            block.ln_1.weight.mul_(1.0)
-
-    model.transformer.h[1].register_forward_pre_hook(write)
-    expected = _gradients("gpt2", model, torch.bfloat16)
-    for name, value in _gradients("gpt2", model, torch.bfloat16).items():
-        torch.testing.assert_close(value, expected[name], rtol=2e-2, atol=1e-4)
-
-
 def _first_step(name: str, fused: bool, calls: int) -> dict[str, Tensor]:
     """Gradients of the last of some calls on the same batch, with the cached casts of the first."""
     torch.manual_seed(0)
     model = MODELS[name]().cuda().train()
     if fused:
-        stepscope.accelerate(model, compile=False)
+        stepscope.accelerate(model, compile=COMPILED)
     batch = batches(1)[0]
     for _ in range(calls):
         model.zero_grad()
@@ -483,44 +340,3 @@ def test_gradients_of_every_parameter(name: str, calls: int) -> None:
         # That of a key's bias is zero but for rounding.
         size = max(float(gradient.norm()), 1e-3 * largest)
         assert float((fused[parameter] - gradient).norm()) < 5e-2 * size, parameter
-
-
-def test_blocks_have_no_reductions_of_torch() -> None:
-    """Gradients of biases are summed by the kernels that write the gradients which they sum."""
-    counts = []
-    for layers in (2, 4):
-        torch.manual_seed(0)
-        model = _gpt2(layers=layers).cuda().train()
-        stepscope.accelerate(model, compile=False)
-        for _ in range(2):
-            _gradients("gpt2", model, torch.bfloat16)
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
-            _gradients("gpt2", model, torch.bfloat16)
-            torch.cuda.synchronize()
-        counts.append(sum("reduce_kernel" in event.name for event in profile.events()))
-    assert counts[0] == counts[1]
-
-
-@pytest.mark.parametrize("name", ["gpt2", "timm"])
-def test_the_kernels_of_a_backward_pass(name: str) -> None:
-    """The gradients of q, k and v are gathered by one kernel per block."""
-    torch.manual_seed(0)
-    model = MODELS[name]().cuda().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    stepscope.accelerate(model, optimizer, compile=False)
-    step = stepscope.TrainStep(model, optimizer, loss_fn=LOSSES.get(name), graph="off")
-    batch = batches(1)[0]
-    for _ in range(3):
-        with torch.autocast("cuda", torch.bfloat16):
-            step(batch)
-    with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile,
-        torch.autocast("cuda", torch.bfloat16),
-    ):
-        step(batch)
-    names = [event.name for event in profile.events()]
-    assert sum("gather_heads_kernel" in kernel for kernel in names) == 2
-    # One is that of timm's class token. Elements of two bytes: transformers builds masks by others.
-    copies = [one for one in names if "CatArrayBatchedCopy" in one and "OpaqueType<2u>" in one]
-    assert len(copies) <= 1, copies

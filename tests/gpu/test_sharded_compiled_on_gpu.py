@@ -68,7 +68,7 @@ def captured(world: World) -> dict[str, Any]:
     for graph in ("on", "off"):
         model = DistributedDataParallel(decoder(tied=False).to(world.device))
         optimizer = adamw(model)
-        stepscope.accelerate(model, optimizer, compile=False)
+        stepscope.accelerate(model, optimizer, compile={"form": "compiled with passes"})
         step = stepscope.TrainStep(model, optimizer, loss_fn=loss_of, graph=graph)
         losses[graph] = []
         for number in range(20):

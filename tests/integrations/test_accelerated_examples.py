@@ -1,4 +1,4 @@
-"""The examples of other libraries train the same with `--accelerate`, and say what was replaced."""
+"""The examples of other libraries train the same with `--accelerate`, and say what runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import vision
 ROOT = Path(__file__).parents[2]
 
 CASES = {
-    "hf_llama": ("tokens", "model.layers.*.self_attn"),
-    "hf_trainer": ("tokens", "model.layers.*.self_attn"),
-    "lightning_gpt": ("tokens", "lm_head"),
-    "timm_vit": ("images", "× blocks.*.attn\n"),
+    "hf_llama": "tokens",
+    "hf_trainer": "tokens",
+    "lightning_gpt": "tokens",
+    "timm_vit": "images",
 }
+"""What is counted."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -27,7 +28,7 @@ def test_losses_are_the_same(
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     if name == "timm_vit":
         vision.require("timm")
-    unit, replaced = CASES[name]
+    unit = CASES[name]
     outputs = []
     for flags in ([], ["--accelerate"]):
         arguments = [f"{name}.py", "--device", "cpu", "--steps", "12", *flags]
@@ -42,5 +43,5 @@ def test_losses_are_the_same(
     for output in outputs:
         assert re.search(rf"^step [\d.]+ ms, [\d,]+ {unit}/s$", output, re.MULTILINE)
         assert re.search(r"^peak memory [\d.]+ GiB$", output, re.MULTILINE)
-    assert replaced in outputs[1]
+    assert "on a CPU it is compiled on request only" in outputs[1]
     assert "accelerated" not in outputs[0]

@@ -20,7 +20,6 @@ IN_EXAMPLES = "with torch.autocast(args.device, torch.bfloat16, enabled=True):"
 ADAMW_OF_EXAMPLES = (
     "optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)"
 )
-LEFT = '"head and loss", "gated MLP", "embedding", "linear"'
 CASES: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
     "hf_llama": (
         NARROW | {"data": "workers", "attention": "fused"},
@@ -76,11 +75,11 @@ CASES: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
         [],
     ),
     "examples/cs336_lm": (
-        NARROW | {"norm": "accelerate"},
+        NARROW | {"accelerate": "accelerate"},
         [
             IN_EXAMPLES,
             ADAMW_OF_EXAMPLES,
-            "stepscope.accelerate(model, exclude=[" + LEFT + "], compile=False)",
+            "stepscope.accelerate(model, optimizer)",
         ],
         [],
     ),

@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import stepscope
-from nano_gpt import NanoGPT
 from side_stream_cases import (
     READERS,
     Net,
@@ -181,31 +179,3 @@ def test_parameters_of_another_optimizer_are_not_overlapped() -> None:
         optimizer.step()
     assert late.computed == other.computed == 0
     assert all(torch.isfinite(one).all() for one in net.parameters())
-
-
-def test_all_sums_of_an_accelerated_model_are_overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hooks that `accelerate` adds do not read gradients."""
-    late, tokens = LateStream(), torch.randint(50, (2, 2, 6), device=DEVICE)
-    side_stream = InBackwardAdamW.side_stream
-
-    def delayed(optimizer: InBackwardAdamW, device: torch.device) -> SideStream:
-        optimizer._side_streams[device] = late
-        return late
-
-    runs = []
-    for overlapped in (True, False):
-        torch.manual_seed(0)
-        model = NanoGPT(50, 16, layers=1).to(DEVICE)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
-        stepscope.accelerate(model, optimizer, compile=False)
-        monkeypatch.setattr(InBackwardAdamW, "side_stream", delayed if overlapped else side_stream)
-        step = stepscope.TrainStep(
-            model, optimizer, graph="off", update_in_backward=overlapped,
-            loss_fn=lambda model, batch: model(*batch)[1],
-        )  # fmt: skip
-        losses = [step(tokens) for _ in range(3)]
-        runs.append((losses, [*model.parameters()]))
-    torch.testing.assert_close(runs[0], runs[1], rtol=1e-4, atol=1e-6)
-    assert late.waits == [0, 0, 0]
-    # From the second step on: two norms, the activation and the heads of the block, the last norm.
-    assert late.computed >= 2 * (4 + 1)

@@ -1,9 +1,10 @@
-"""`stepscope.accelerate`: what holds for every model."""
+"""`stepscope.accelerate`: what holds for every model, compiled or left as it is."""
 
 from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,32 +14,58 @@ from torch.nn import functional
 
 import stepscope
 from accelerated_models import (
+    COMPILED,
     VOCAB,
     Block,
     Gated,
     Model,
     Norm,
     accelerated,
-    assert_same_training,
     batch,
     created,
     losses,
     sgd,
 )
+from stepscope.acceleration import accelerate as acceleration
+from stepscope.acceleration.accelerate import is_compiled_by_default
+from stepscope.acceleration.report import Report
 from stepscope.errors import UsageError
 
 
-def test_a_model_trains_as_before_and_says_what_was_replaced() -> None:
+def assert_same_training(
+    block: Callable[[], nn.Module] = Block, compile: Any = COMPILED, **more: Any
+) -> Report:
+    """Train both models: a wrong gradient of the first step changes the loss of the second."""
+    plain, changed = created(block), created(block)
+    report = stepscope.accelerate(changed, compile=compile)
+    expected = losses(plain, sgd(plain), **more)
+    assert losses(changed, sgd(changed), **more) == pytest.approx(expected, rel=5e-3)
+    return report
+
+
+def test_a_model_trains_as_before_and_the_report_says_what_was_replaced() -> None:
     report = assert_same_training()
-    assert {piece: len(names) for piece, names in report.replaced.items()} == {
-        "head and loss": 2,
-        "residual block": 2,
-        "gated MLP": 2,
-        "RMSNorm": 2,
-        "embedding": 1,
-    }
-    assert report.left == []
-    assert "blocks.*.mlp" in str(report)
+    assert report.applied.keys() == {"head and loss"}
+    assert report.is_compiled
+    assert not [left for left in report.left if left.piece == "compile"]
+    assert "compiled with passes" in str(report)
+
+
+def test_without_the_compiler_the_model_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for compile, reason in ((False, "compile=False"), ("auto", "on request only (compile=True)")):
+        model = created()
+        report = stepscope.accelerate(model, compile=compile)
+        assert not report.is_compiled
+        assert reason in str(report)
+        assert not any("forward" in vars(module) for module in model.modules())
+    monkeypatch.setattr(acceleration, "missing_compiler", lambda _: "there is no compiler")
+    report = assert_same_training(compile=True)
+    assert [tuple(left) for left in report.left] == [("model", "", "there is no compiler")]
+
+
+@pytest.mark.parametrize(("device", "compiled"), [("cpu", False), ("meta", True)])
+def test_models_are_compiled_on_a_gpu_only(device: str, compiled: bool) -> None:
+    assert is_compiled_by_default(created().to(device)) is compiled
 
 
 def test_undo_restores_the_model() -> None:
@@ -55,15 +82,6 @@ def test_undo_restores_the_model() -> None:
     accelerated(model).undo()
 
 
-def test_the_report_says_that_the_kernels_do_not_run_on_a_cpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("stepscope.acceleration.accelerate.is_interpreted", lambda: False)
-    report = stepscope.accelerate(created().cpu())
-    assert "on a CPU the replacements run in plain PyTorch" in str(report)
-    report.undo()
-
-
 def test_a_model_cannot_be_accelerated_twice() -> None:
     model = created()
     report = stepscope.accelerate(model)
@@ -72,30 +90,18 @@ def test_a_model_cannot_be_accelerated_twice() -> None:
     report.undo()
 
 
-def test_a_module_that_differs_only_in_training_is_taken_back_then() -> None:
+def test_a_module_that_differs_in_training_is_compiled_again() -> None:
     class TrainingNorm(Norm):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * (1.5 if self.training else 1.0)
 
-    plain, fused = (created(lambda: Block(TrainingNorm)).eval() for _ in range(2))
-    report = stepscope.accelerate(fused)
-    assert float(fused(*batch()).detach()) == pytest.approx(float(plain(*batch()).detach()))
-    assert len(report.replaced["RMSNorm"]) == 2
-    assert losses(fused.train(), sgd(fused)) == pytest.approx(
+    plain, changed = (created(lambda: Block(TrainingNorm)).eval() for _ in range(2))
+    report = stepscope.accelerate(changed, compile=COMPILED)
+    assert float(changed(*batch()).detach()) == pytest.approx(float(plain(*batch()).detach()))
+    assert losses(changed.train(), sgd(changed)) == pytest.approx(
         losses(plain.train(), sgd(plain)), rel=5e-3
     )
-    assert "RMSNorm" not in report.replaced
-
-
-def test_a_norm_that_differs_only_in_training_is_taken_back() -> None:
-    class NoisyNorm(Norm):
-        def forward(self, x: Tensor) -> Tensor:
-            out = super().forward(x)
-            return out * 1.5 if torch.is_grad_enabled() else out
-
-    report = assert_same_training(lambda: Block(NoisyNorm))
-    assert not report.replaced.keys() & {"RMSNorm", "residual block"}
-    assert ["differ" in left.reason for left in report.left] == [True] * 4
+    assert report.is_compiled
 
 
 def test_hooks_still_run() -> None:
@@ -104,13 +110,11 @@ def test_hooks_still_run() -> None:
     report = accelerated(model)
     assert calls == ["inner"]
     assert [(left.piece, left.reason) for left in report.left] == [
-        ("residual block", "it has hooks"), ("gated MLP", "it has hooks"),
-    ]  # fmt: skip
-    late = model.blocks[1].mlp.down_proj.register_forward_hook(lambda *_: calls.append("late"))
+        ("compile", "modules have hooks, which the comparison would call")
+    ]
     model.head.register_forward_hook(lambda *_: calls.append("head"))
     model(*batch())
-    assert calls == ["inner", "inner", "late", "head"]
-    late.remove()
+    assert calls == ["inner", "inner", "head"]
 
 
 @pytest.mark.parametrize("write", ["in place", "data", "through data after a step"])
@@ -127,12 +131,11 @@ def test_weights_changed_by_hand_are_used(write: str) -> None:
             else:
                 weight.data.mul_(0.5)
 
-    plain, fused = created(), created()
-    stepscope.accelerate(fused)
+    plain, changed = created(), created()
+    stepscope.accelerate(changed, compile=COMPILED)
     expected = losses(plain, sgd(plain), between=lambda step: change(plain, step))
-    assert losses(fused, sgd(fused), between=lambda step: change(fused, step)) == pytest.approx(
-        expected, rel=5e-3
-    )
+    actual = losses(changed, sgd(changed), between=lambda step: change(changed, step))
+    assert actual == pytest.approx(expected, rel=5e-3)
 
 
 def test_an_optimizer_that_writes_through_data() -> None:
@@ -142,10 +145,10 @@ def test_an_optimizer_that_writes_through_data() -> None:
                 for parameter in group["params"]:
                     parameter.data.add_(parameter.grad.data, alpha=-group["lr"])
 
-    plain, fused = created(), created()
-    stepscope.accelerate(fused)
+    plain, changed = created(), created()
+    stepscope.accelerate(changed, compile=COMPILED)
     expected = losses(plain, DataSGD(plain.parameters(), lr=0.5))
-    actual = losses(fused, DataSGD(fused.parameters(), lr=0.5))
+    actual = losses(changed, DataSGD(changed.parameters(), lr=0.5))
     assert actual == pytest.approx(expected, rel=5e-3)
 
 
@@ -185,20 +188,19 @@ def test_random_numbers_and_buffers_are_not_changed_by_the_comparison() -> None:
             self.calls += 1
             return functional.dropout(super().forward(x), 0.5, self.training)
 
-    plain, fused = created(lambda: Block(Norm, Dropped)), created(lambda: Block(Norm, Dropped))
-    stepscope.accelerate(fused)
-    torch.manual_seed(1)
+    plain, changed = created(lambda: Block(Norm, Dropped)), created(lambda: Block(Norm, Dropped))
+    stepscope.accelerate(changed, compile=COMPILED)
     expected = losses(plain, sgd(plain))
-    torch.manual_seed(1)
-    assert losses(fused, sgd(fused)) == pytest.approx(expected, rel=5e-3)
-    assert float(fused.blocks[0].mlp.calls) == float(plain.blocks[0].mlp.calls) == 5
+    assert losses(changed, sgd(changed)) == pytest.approx(expected, rel=5e-3)
+    assert float(changed.blocks[0].mlp.calls) == float(plain.blocks[0].mlp.calls) == 5
 
 
-def test_sample_checks_immediately() -> None:
+def test_sample_compares_immediately() -> None:
     model = created()
     state = torch.random.get_rng_state()
-    report = stepscope.accelerate(model, sample=batch())
-    assert report.unchecked == 0
+    report = stepscope.accelerate(model, sample=batch(), compile=COMPILED)
+    assert report.is_compiled
+    assert "compared           1 ×" in str(report)
     assert torch.equal(state, torch.random.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -207,31 +209,33 @@ def test_exclude_that_matches_nothing_is_refused_before_anything_is_changed() ->
     model = created()
     with pytest.raises(UsageError, match=r"'blocks\.7\.mlp', but the model has no such module"):
         stepscope.accelerate(model, exclude=["head", "blocks.7.mlp"])
-    # Pieces are known also where the model has none.
-    assert stepscope.accelerate(model, exclude=["LayerNorm", "MLP"]).replaced
+    # Passes are known also where the model has nothing for them.
+    assert stepscope.accelerate(model, exclude=["attention"])
 
 
-def test_exclude_by_name_pattern_and_class() -> None:
-    report = stepscope.accelerate(created(), exclude=["blocks.0.*", nn.Embedding, "head"])
-    assert report.replaced == {
-        "head and loss": [""], "residual block": ["blocks.1"],
-        "gated MLP": ["blocks.1.mlp"], "RMSNorm": ["blocks.1.norm"],
-    }  # fmt: skip
-    reasons = {left.reason for left in report.left if left.piece != "residual block"}
-    assert reasons == {"excluded"}
+def test_exclude_by_name_pattern_class_and_pass() -> None:
+    def used(**how: Any) -> Report:
+        return accelerated(created(), **how)
+
+    assert used(exclude=["head and loss"]).applied == {}
+    assert used(exclude=["blocks.0.*", nn.Embedding]).is_compiled
+    report = used(exclude=["head"])
+    assert "head and loss" not in report.applied
 
 
 def test_dtype_runs_the_model_under_autocast() -> None:
-    model = created()
-    seen: list[torch.dtype] = []
-    model.head.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
-    report = stepscope.accelerate(model, dtype=torch.bfloat16)
-    model(*batch())
-    assert seen[-1] == torch.bfloat16
-    assert float(copy.deepcopy(model)(*batch()).detach()) > 0
-    report.undo()
-    model(*batch())
-    assert seen[-1] == torch.float32
+    for compile in (COMPILED, False):
+        model = created()
+        seen: list[torch.dtype] = []
+        model.blocks[0].register_forward_hook(lambda _, __, out, seen=seen: seen.append(out.dtype))
+        model.head.register_forward_hook(lambda _, __, out, seen=seen: seen.append(out.dtype))
+        report = stepscope.accelerate(model, dtype=torch.bfloat16, compile=compile)
+        model(*batch())
+        assert seen[-1] == torch.bfloat16
+        assert float(copy.deepcopy(model)(*batch()).detach()) > 0
+        report.undo()
+        model(*batch())
+        assert seen[-1] == torch.float32
     with pytest.raises(UsageError, match="float64"):
         stepscope.accelerate(model, dtype=torch.float64)
 
@@ -239,7 +243,7 @@ def test_dtype_runs_the_model_under_autocast() -> None:
 def test_frozen_weights_get_no_gradient() -> None:
     model = created()
     model.blocks[0].requires_grad_(False)
-    stepscope.accelerate(model)
+    stepscope.accelerate(model, compile=COMPILED)
     with torch.autocast("cpu", torch.bfloat16):
         model(*batch()).backward()
     assert all(parameter.grad is None for parameter in model.blocks[0].parameters())
@@ -247,9 +251,9 @@ def test_frozen_weights_get_no_gradient() -> None:
 
 
 def test_a_compiled_model_computes_the_original() -> None:
-    plain, fused = created(), created()
-    stepscope.accelerate(fused)
-    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    plain, changed = created(), created()
+    stepscope.accelerate(changed, compile=COMPILED)
+    compiled = torch.compile(changed, backend="aot_eager", fullgraph=True)
     assert float(compiled(*batch()).detach()) == pytest.approx(float(plain(*batch()).detach()))
 
 

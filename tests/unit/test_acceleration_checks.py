@@ -1,4 +1,4 @@
-"""The comparison of a replacement with the original: what it accepts, and when it needs the
+"""The comparison of what is compiled with the original: what it accepts, and when it needs the
 original in float32."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepscope.acceleration.checks import Alike, difference
+from stepscope.acceleration.checks import Run, difference, differs
 
 
 class Scaled(nn.Module):
@@ -32,7 +32,6 @@ def found(dtype: torch.dtype, factor: float, **more: Any) -> tuple[str, list[tor
     the original ran in."""
     module = Scaled(dtype)
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
-    x.requires_grad_()
     why = difference(
         module,
         module.forward,
@@ -65,43 +64,42 @@ def test_a_tolerance_is_accepted_without_a_reference() -> None:
     assert "the outputs differ" in found(torch.bfloat16, 1.3, tolerance=0.1)[0]
 
 
-def test_the_error_of_a_layer_is_assumed_for_others_of_its_kind() -> None:
-    alike = Alike()
-    both = [torch.bfloat16, torch.float32]
-    assert found(torch.bfloat16, 1 + 9e-3, alike=alike) == ("", both)
+def compared(
+    factor: float, errors: dict[Any, list[float]], kind: str = "block"
+) -> tuple[str, bool]:
+    """Compare a run of which outputs and gradients are off by a factor, one gradient being that of
+    a bias that changes nothing; return the difference, and whether it needed the reference."""
+    exact = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    none = 1e-9 * torch.ones(1)
+    asked: list[bool] = []
+
+    def reference() -> Run:
+        asked.append(True)
+        return Run("", [exact], [exact, none])
+
+    expected = Run("", [exact.bfloat16()], [exact.bfloat16(), 2 * none])
+    actual = Run("", [(factor * exact).bfloat16()], [(factor * exact).bfloat16(), 2 * none])
+    return differs(expected, actual, reference, errors, kind), bool(asked)
+
+
+def test_the_error_of_a_region_is_assumed_for_others_of_its_kind() -> None:
+    errors: dict[Any, list[float]] = {}
+    assert compared(1 + 9e-3, errors) == ("", True)
     # The reference showed an error of about 0.2 %.
-    assert found(torch.bfloat16, 1 + 9e-3, alike=alike) == ("", [torch.bfloat16])
-    why, dtypes = found(torch.bfloat16, 1.05, alike=alike)
+    assert compared(1 + 9e-3, errors) == ("", False)
+    why, asked = compared(1.05, errors)
+    assert asked
     assert "relative error 0.05" in why
-    assert dtypes == both
-    # Another dtype is another kind.
-    assert "relative error" in found(torch.float32, 1 + 1e-3, alike=alike)[0]
-
-
-class Shifted(nn.Module):
-    """Adds a bias that changes nothing: its gradient is zero but for rounding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.softmax(x + self.bias, -1)
+    # Another kind has its own.
+    assert compared(1 + 9e-3, errors, "head") == ("", True)
 
 
 def test_the_error_of_a_gradient_of_rounding_is_not_assumed() -> None:
-    module, alike = Shifted(), Alike()
-    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
-
-    def replaced(x: Tensor) -> Tensor:
-        return (torch.softmax((x + module.bias).float(), -1) * 1.009).bfloat16()
-
-    assert (
-        difference(module, module.forward, replaced, (x.requires_grad_(),), {}, alike=alike) == ""
-    )
-    (errors,) = alike.errors.values()
-    assert errors[-1] == 0
-    assert all(0 < error < 0.05 for error in errors[:-1])
+    errors: dict[Any, list[float]] = {}
+    compared(1 + 9e-3, errors)
+    (known,) = errors.values()
+    assert known[-1] == 0
+    assert all(0 < error < 0.05 for error in known[:-1])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -123,7 +121,7 @@ def test_infinities_of_a_mask_are_compared_by_position() -> None:
         def other(x: Tensor) -> Tensor:
             return factor * module.forward(x) + replaced
 
-        return difference(module, original, other, (torch.ones(64, 256),), {}, gradients=False)
+        return difference(module, original, other, (torch.ones(64, 256),), {})
 
     assert why(mask.clone()) == ""
     assert "the outputs differ" in why(mask.clone(), 1.01)

@@ -72,7 +72,7 @@ def test_each_combination_is_timed_once_and_alone(monkeypatch: pytest.MonkeyPatc
         {},
         {"dtype": "bfloat16", "optimizer": "fused"},
         {"dtype": "bfloat16"},
-        {"norm": "accelerate"},
+        {"accelerate": "accelerate"},
         {"slow": "yes"},
         {"broken": "yes"},
     ]

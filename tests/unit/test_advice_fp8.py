@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from accelerated_models import COMPILED
 from fp8_on_cpu import pretend_fp8
 from stepscope.acceleration import accelerate as acceleration
 from stepscope.advisor.advise.cases import OF_MODELS, OF_SCRIPTS, Script, Trial
 from stepscope.advisor.advise.facts import facts_of
+from stepscope.advisor.trial import accelerated
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.changes import Changes
 from stepscope.analysis.advice.changes import (
@@ -113,14 +115,14 @@ def test_steps_without_fp8_have_a_reason(changes: dict[str, Any], expected: str)
     assert "fp8" not in {one.code for one in advise(facts(**changes))}
 
 
-def test_it_is_tried_on_models_and_scripts_but_not_with_other_pieces() -> None:
+def test_it_is_tried_on_models_and_scripts_but_not_twice() -> None:
     listed = advise(facts())
     for settings in (OF_MODELS, OF_SCRIPTS):
         assert "fp8" in {one.code for one in applicable(listed, settings)}
     advice = fp8_advice(facts())
     trial = Trial(program=Script(target="train.py"), advice=(advice,), step_ms=300.0)
     assert {"fp8", "bfloat16"} <= set(trial.needs)
-    for setting in ({"dtype": "bfloat16"}, {"norm": "accelerate"}, {"compile": "block"}):
+    for setting in ({"dtype": "bfloat16"}, {"accelerate": "accelerate"}, {"compile": "block"}):
         assert advice.conflicts_with(msgspec.structs.replace(advice, setting=setting, excludes=()))
     graph = msgspec.structs.replace(advice, setting={"step": "graph"}, excludes=())
     assert not advice.conflicts_with(graph)
@@ -152,6 +154,8 @@ def test_a_trial_accelerates_the_model_in_fp8(
 ) -> None:
     pretend_fp8(monkeypatch)
     monkeypatch.setattr(acceleration, "unavailable", lambda *_: None)
+    monkeypatch.setattr(accelerated, "_OPTIONS", COMPILED)
+    monkeypatch.setattr(accelerated, "is_compiled_by_default", lambda _: True)
     if always:
         monkeypatch.setattr(choice, "not_worth_it", lambda *_: None)
     torch.manual_seed(0)

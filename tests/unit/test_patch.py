@@ -157,17 +157,10 @@ def test_compile_follows_the_optimizer_where_the_model_has_a_name(
     assert (new, left) == ({"train.py": lines}, [])
 
 
-def test_accelerate_names_model_and_optimizer(seen: tuple[Path, Sites]) -> None:
-    new, left = edited(seen, norm="accelerate")
-    assert left == []
-    assert new["train.py"][0] == "import stepscope"
-    assert new["train.py"][1].startswith("    stepscope.accelerate(model, exclude=")
-
-
-def test_other_changes_are_made_next_to_accelerate(seen: tuple[Path, Sites]) -> None:
-    new, left = edited(seen, norm="accelerate", optimizer="adamw-fused")
-    assert left == []
-    assert set(new) == {"train.py", "parts.py"}
+def test_accelerate_needs_the_variable_of_the_optimizer(seen: tuple[Path, Sites]) -> None:
+    new, left = edited(seen, accelerate="accelerate", optimizer="adamw-fused")
+    assert left == ["stepscope.accelerate"]
+    assert set(new) == {"parts.py"}
     assert "fused=True" in new["parts.py"][0]
 
 
@@ -199,6 +192,18 @@ def main():
 
 main()
 """
+
+
+# In records of older versions, `accelerate` has a setting for each part of the step.
+@pytest.mark.parametrize("name", ["accelerate", "norm"])
+def test_accelerate_names_model_and_optimizer(name: str) -> None:
+    script = Script(target=str(write(STEP)))
+    patch = make_patch(script, {name: "accelerate"}, "accelerate")
+    (new,) = patch.files.values()
+    lines = new.decode().splitlines()
+    assert "import stepscope" in lines
+    made = lines.index("    stepscope.accelerate(model, optimizer)")
+    assert "torch.optim.SGD" in lines[made - 1]
 
 
 def test_loop_becomes_a_train_step_that_trains_the_same() -> None:

@@ -29,14 +29,14 @@ def test_a_change_that_pays_only_with_others_is_in_the_first_trial() -> None:
     assert first.combination.step_ms < 20
 
 
-def test_every_combination_of_15_changes_is_consistent() -> None:
+def test_every_combination_is_consistent() -> None:
     facts = llama(
         data_ms=3.0, pageable_ms=0.5, cleared_ms=0.4, reads_back=False, waits="copies",
         rates={"float32": 50e12, "tf32": 400e12, "bfloat16": 800e12, "fp8": 1600e12}, lacks=(),
         linear_ms=20.0, linear_matmuls=84.0,
     )  # fmt: skip
     space = Space(facts, OF_SCRIPTS)
-    assert len(space.known) >= 15
+    assert len(space.known) >= 12
     combinations = space.combinations()
     assert len(combinations) > 20
     for one in combinations:
@@ -204,7 +204,7 @@ def test_an_interval_that_allows_stopping_is_wider_and_narrows() -> None:
 def test_facts_without_a_gain_have_no_combination() -> None:
     tuned = replace(
         llama(), dtype="bfloat16", captured=True, compiled=True, fused_optimizer=True,
-        attention=(), pieces=None, reads_back=False, waits="",
+        attention=(), compiled_by_accelerate=False, reads_back=False, waits="",
     )  # fmt: skip
     space = Space(tuned, OF_SCRIPTS)
     assert space.best() is None

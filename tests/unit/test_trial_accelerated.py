@@ -11,19 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from accelerated_models import COMPILED
 from fake_graphs import FakeGraphs
-from stepscope.acceleration.accelerate import replaceable
 from stepscope.acceleration.train_step import TrainStep
-from stepscope.advisor.trial import loop_step
+from stepscope.advisor.trial import accelerated, loop_step
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.changes import Changes
 
 WIDTH, VOCAB = 8, 20
-WHOLE = dict.fromkeys(
-    ("norm", "mlp", "linear", "attention", "loss", "embedding", "optimizer"), "accelerate"
-)
+WHOLE = {"accelerate": "accelerate"}
 
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
+
+
+@pytest.fixture
+def _compiled_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerated, "_OPTIONS", COMPILED)
+    monkeypatch.setattr(accelerated, "is_compiled_by_default", lambda _: True)
 
 
 class Gated(nn.Module):
@@ -98,39 +102,31 @@ class Program:
         return self.backwards.take()
 
 
+@pytest.mark.usefixtures("_compiled_as_on_a_gpu")
 def test_accelerate_is_applied_to_the_model_of_the_program() -> None:
     plain = Program({}).run()
     program = Program(WHOLE)
     assert program.run() == pytest.approx(plain, rel=1e-4)
     assert program.changes.without_effect() == {}
     (report,) = program.changes._acceleration._reports
-    assert set(report.replaced) >= {"RMSNorm", "gated MLP", "embedding", "head and loss"}
+    assert report.is_compiled
     assert "AdamW in one kernel" in str(report)
-    assert replaceable(program.model) == {}, "a second call would raise"
 
 
-@pytest.mark.parametrize(
-    ("setting", "pieces"), [("norm", {"RMSNorm"}), ("loss", {"head and loss"})], ids=str
-)
-def test_one_piece_alone_leaves_the_others(setting: str, pieces: set[str]) -> None:
-    program = Program({setting: "accelerate"})
+def test_a_model_that_stays_as_it_is_has_no_effect() -> None:
+    program = Program(WHOLE)
     program.run(2)
-    (report,) = program.changes._acceleration._reports
-    assert set(report.replaced) == pieces
-    assert {one.reason for one in report.left} == {"excluded"}
+    (reason,) = program.changes.without_effect().values()
+    assert "on a CPU" in reason
 
 
-def test_a_piece_that_the_model_does_not_have_has_no_effect() -> None:
-    program = Program({"attention": "accelerate"})
+@pytest.mark.usefixtures("_compiled_as_on_a_gpu")
+def test_a_model_that_is_refused_has_no_effect() -> None:
+    program = Program(WHOLE)
+    program.model.norm.register_forward_hook(lambda *_: None)
     program.run(2)
-    assert program.changes.without_effect() == {
-        "accelerate": "stepscope.accelerate replaces no part of the model"
-    }
-    other = Program({"optimizer": "accelerate"}, optimizer=torch.optim.SGD)
-    other.run(2)
-    assert other.changes.without_effect() == {
-        "accelerate": "SGD: SGD is not torch.optim.AdamW or Adam"
-    }
+    (reason,) = program.changes.without_effect().values()
+    assert "hooks" in reason
 
 
 @pytest.mark.parametrize(
@@ -138,6 +134,7 @@ def test_a_piece_that_the_model_does_not_have_has_no_effect() -> None:
     [({}, torch.optim.SGD), (WHOLE, torch.optim.AdamW)],
     ids=["alone", "accelerated"],
 )
+@pytest.mark.usefixtures("_compiled_as_on_a_gpu")
 def test_loop_is_run_as_a_captured_step(
     more: dict[str, str], optimizer: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from stepscope.acceleration.numbers import numbers_as_tensors
 from stepscope.acceleration.passes import (
     activations,
     attention,
+    embedding,
     gelu,
     head_loss,
     linears,
@@ -44,8 +45,8 @@ _COMPILERS: dict[str, Callable[..., torch_internals.Compiled]] = {
     "inductor-cudagraphs": partial(torch_internals.compile_with_inductor, cudagraphs=True),
     "aot_eager": torch_internals.compile_with_aot_eager,
 }
-PASSES = (head_loss.NAME, attention.NAME, patch_embedding.NAME, *linears.NAMES, norms.NAME,
-          activations.NAME, gelu.NAME)  # fmt: skip
+PASSES = (head_loss.NAME, attention.NAME, patch_embedding.NAME, embedding.NAME, *linears.NAMES,
+          norms.NAME, activations.NAME, gelu.NAME)  # fmt: skip
 _OPTIONS = ("compiler", "kernels", "passes", "regions", "copies", "fp8")
 _MAX_REPORTS = 64
 
@@ -221,6 +222,8 @@ def run_passes(
         outcomes += attention.fuse_attention(module.graph, kernels=kernels)
     if patch_embedding.NAME in names:
         outcomes += patch_embedding.use_matmuls(module.graph)
+    if embedding.NAME in names:
+        outcomes += embedding.use_kernel(module.graph, kernels=kernels)
     if weights is not None and {*linears.NAMES} & {*names}:
         outcomes += linears.copy_weights(module.graph, weights, names)
     blocks = repeated_blocks(list(module.graph.nodes))

@@ -1,11 +1,11 @@
-"""Compares a replacement with the original forward on real inputs: outputs and gradients.
+"""Compares what was compiled with the original: outputs, and gradients of regions (`comparison`).
 
-The reference is the original in float32 without autocast. A replacement passes if its error is at
-most `ERROR_RATIO` times the error of the original in the dtypes of the call, which is the error
+The reference is the original in float32 without autocast. What replaces it passes if its error is
+at most `ERROR_RATIO` times the error of the original in the dtypes of the call, which is the error
 policy of the kernels. A gradient that is zero but for rounding, such as that of a key's bias, has
 no relative error: its error may be that of any gradient of the original. The reference runs only
 if the two differ by more than any reference accepts, or than the error of the original that it has
-shown for a layer of the same kind: in float32 it takes several times as long as both of them.
+shown for a region of the same kind: in float32 it takes several times as long as both of them.
 Random numbers and buffers are restored after each run, and nothing of it is seen by the activation
 checkpointing, offloading or counting that the caller's forward runs under.
 """
@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +24,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-
-from stepscope.acceleration.own_classes import CONTAINERS
-from stepscope.kernels.autotune import autotuning
-from stepscope.torch_tools.kernel_compilation import compile_kernels
 
 ERROR_RATIO = 2.0
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -43,7 +38,8 @@ _MAX_KNOWN_ERROR = 0.05
 """A larger relative error is not assumed for other layers: the gradient may have been zero."""
 
 _BOUND = {"forward", "_replicate_for_data_parallel"}
-"""Attributes that a `Patch` sets."""
+"""Attributes that a layer above a forward sets."""
+_CONTAINERS = (list, dict, set)
 
 Forward = Callable[..., Any]
 
@@ -60,26 +56,6 @@ class Run(NamedTuple):
         return [*self.outputs, *self.gradients]
 
 
-class Alike:
-    """What a comparison shows for the other layers of the same kind in a model: those of its class,
-    with tensors of the same shapes and dtypes."""
-
-    def __init__(self) -> None:
-        self.errors: dict[tuple[Any, ...], list[float]] = {}
-        """Relative errors of the outputs and gradients of the original."""
-        self.compiled: set[type[nn.Module]] = set()
-        """Classes with kernels that are compiled."""
-
-
-def compile_replacement(module: nn.Module, replaced: Forward, args: Any, kwargs: Any) -> None:
-    """Compile the kernels of a replacement in parallel; does nothing on a CPU. Not while GEMMs are
-    autotuned: timed with zeros, other ones are the fastest."""
-    if autotuning() or not any(p.is_cuda for p in module.parameters()):
-        return
-    with _preserved(module, args, kwargs):
-        compile_kernels(partial(_run, module, replaced, args, kwargs))
-
-
 def difference(
     module: nn.Module,
     original: Forward,
@@ -87,22 +63,14 @@ def difference(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tolerance: float = 0.0,
-    unused: Sequence[int] = (),
-    alike: Alike | None = None,
-    *,
-    gradients: bool = True,
 ) -> str:
-    """Return how the replacement differs from the original on these inputs; empty if it does not.
-    `tolerance` is a relative error that is accepted in any case; `unused` has the indices of
-    outputs that are not compared; `alike` is read and updated. Without `gradients`, outputs alone
-    are compared: the original keeps nothing for a backward pass then."""
-    errors = {} if alike is None else alike.errors
-    original, replaced = (_without(forward, unused) for forward in (original, replaced))
-    with _preserved(module, args, kwargs), _saving(gradients):
-        expected = _run(module, original, args, kwargs, gradients)
+    """Return how the outputs of another forward differ from those of the original; empty if they
+    do not. `tolerance` is a relative error that is accepted in any case."""
+    with _preserved(module, args, kwargs), saved_tensors_hooks(_drop, _drop):
+        expected = _run(original, args, kwargs)
     try:
         with _preserved(module, args, kwargs):
-            actual = _run(module, replaced, args, kwargs, gradients)
+            actual = _run(replaced, args, kwargs)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -111,13 +79,18 @@ def difference(
         return f"it raises {type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
     if actual.structure != expected.structure:
         return f"it returns {actual.structure} instead of {expected.structure}"
-    kind = (type(module), tolerance, *map(_kind, (*expected.outputs, *expected.gradients)))
 
     def reference() -> Run:
-        with _preserved(module, args, kwargs), _saving(gradients):
-            return _reference(module, original, args, kwargs, gradients)
+        with _preserved(module, args, kwargs), saved_tensors_hooks(_drop, _drop):
+            return _reference(module, original, args, kwargs)
 
-    return differs(expected, actual, reference, errors, kind, tolerance)
+    return differs(expected, actual, reference, {}, None, tolerance)
+
+
+def _drop(saved: Any) -> None:
+    """Save nothing for a backward pass, which does not come. Without gradients, dropout would draw
+    other numbers."""
+    del saved
 
 
 def differs(
@@ -144,10 +117,6 @@ def differs(
     return why
 
 
-def _kind(x: Tensor | None) -> tuple[Any, ...]:
-    return () if x is None else (x.shape, x.dtype)
-
-
 def _errors(run: Run, reference: Run) -> list[float]:
     """Return the relative errors of the tensors of a run; 0 where they are not to be assumed."""
     pairs = zip(run.tensors, reference.tensors, strict=True)
@@ -156,18 +125,6 @@ def _errors(run: Run, reference: Run) -> list[float]:
         for x, exact in pairs
     )
     return [error if error <= _MAX_KNOWN_ERROR else 0.0 for error in errors]
-
-
-def _without(forward: Forward, unused: Sequence[int]) -> Forward:
-    """Return the forward with None for these outputs of a tuple."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        if not isinstance(output, tuple):
-            return output
-        return tuple(None if index in unused else one for index, one in enumerate(output))
-
-    return run if unused else forward
 
 
 def _agree(actual: Run, expected: Run, tolerance: float, errors: list[float] | None) -> bool:
@@ -265,29 +222,14 @@ def _relative(value: Tensor, exact: Tensor) -> float:
     return _distance(value, exact) / max(_norm(exact), 1e-30)
 
 
-def _run(
-    module: nn.Module, forward: Forward, args: Any, kwargs: Any, gradients: bool = True
-) -> Run:
-    """Run forward and backward on detached inputs."""
+def _run(forward: Forward, args: Any, kwargs: Any) -> Run:
+    """Run a forward on detached inputs."""
     leaves, tree = tree_flatten((args, kwargs))
-    inputs = _inputs(leaves)
-    args, kwargs = tree_unflatten(inputs, tree)
-    if not gradients:
-        return _backward(forward(*args, **kwargs), [], [])
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    return _backward(forward(*args, **kwargs), inputs, parameters)
+    args, kwargs = tree_unflatten(_inputs(leaves), tree)
+    return _outputs(forward(*args, **kwargs))
 
 
-def _saving(activations: bool) -> contextlib.AbstractContextManager[Any]:
-    """Save activations, or drop them: in a forward without gradients, dropout draws others."""
-    if activations:
-        return contextlib.nullcontext()
-    return saved_tensors_hooks(lambda saved: None, lambda dropped: dropped)  # noqa: ARG005
-
-
-def _reference(
-    module: nn.Module, original: Forward, args: Any, kwargs: Any, gradients: bool = True
-) -> Run:
+def _reference(module: nn.Module, original: Forward, args: Any, kwargs: Any) -> Run:
     """Run the original in float32, without autocast."""
     leaves, tree = tree_flatten((args, kwargs))
     inputs = _inputs(leaves, torch.float32)
@@ -296,18 +238,15 @@ def _reference(
         name: _detached(tensor, torch.float32, tensor.requires_grad)
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     }
-    learned = [tensors[name] for name, p in module.named_parameters() if p.requires_grad]
     kind = next((t.device.type for t in tree_leaves(inputs) if isinstance(t, Tensor)), "cpu")
     # The forward alone: hooks of the module would run once more.
     with _reparametrize_module(module, tensors), torch.autocast(kind, enabled=False):
-        output = original(*args, **kwargs)
-        return _backward(output, inputs, learned) if gradients else _backward(output, [], [])
+        return _outputs(original(*args, **kwargs))
 
 
-def _backward(output: Any, inputs: list[Any], parameters: Sequence[Tensor]) -> Run:
-    wanted = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad] + [*parameters]
+def _outputs(output: Any) -> Run:
     structure = str(tree_map(lambda leaf: type(leaf).__name__, output))
-    return fixed_gradients(list(_tensors(output)), wanted)._replace(structure=structure)
+    return Run(structure, [x.detach() for x in _tensors(output)], [])
 
 
 def fixed_gradients(outputs: Sequence[Any], wanted: Sequence[Tensor]) -> Run:
@@ -373,12 +312,7 @@ def _preserved(module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     attributes = [_Attributes(part) for part in module.modules()]
     apart = saved_tensors_hooks(Tensor.detach, lambda saved: saved)
-    with (
-        torch.random.fork_rng(devices),
-        apart,
-        _disable_current_modes(),
-        _without_gradient_hooks(module),
-    ):
+    with torch.random.fork_rng(devices), apart, _disable_current_modes():
         yield
     for one in attributes:
         one.restore()
@@ -388,32 +322,14 @@ def _preserved(module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-@contextlib.contextmanager
-def _without_gradient_hooks(module: nn.Module) -> Iterator[None]:
-    """Compute gradients of the parameters without the hooks of `Tensor.register_hook`."""
-    hooks = [
-        (p._backward_hooks, p._backward_hooks.copy())
-        for p in module.parameters()
-        if p._backward_hooks
-    ]
-    for registered, _ in hooks:
-        registered.clear()
-    try:
-        yield
-    finally:
-        for registered, before in hooks:
-            registered.update(before)
-
-
 class _Attributes:
     """The attributes of a module: a forward may count its calls, or keep keys and values."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        # Replacements of its parts may be undone in the run.
         self._own = {name: value for name, value in vars(module).items() if name not in _BOUND}
         self._contents = [
-            (value, value.copy()) for value in self._own.values() if type(value) in CONTAINERS
+            (value, value.copy()) for value in self._own.values() if type(value) in _CONTAINERS
         ]
 
     def restore(self) -> None:

@@ -9,6 +9,7 @@ loss of a `TrainStep`, which is traced together with the model, are `CompiledFun
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -31,7 +32,7 @@ from stepscope.acceleration.choice import (
 )
 from stepscope.acceleration.comparison import FP8_TOLERANCE
 from stepscope.acceleration.forward_registry import Layer, add_layer, layer_owners
-from stepscope.acceleration.replacement import Left
+from stepscope.acceleration.report import Left
 from stepscope.acceleration.sharded.units import has_units
 from stepscope.acceleration.torch_internals import (
     compiled_apart,
@@ -357,7 +358,6 @@ class CompiledFunction:
                 args,
                 kwargs,
                 self._tolerance(),
-                gradients=False,
             )
         except torch.OutOfMemoryError:
             return "there is not enough memory to compare it with the original"
@@ -410,13 +410,15 @@ class CompiledFunction:
             return AS_IT_IS
         return self._owner.fixed_form or str(self.choice)
 
+    @property
+    def applied(self) -> Counter[tuple[str, str]]:
+        """Number of operators that each pass has replaced in what runs, and by what."""
+        reports = self._reports if self.kind == PASSES else ()
+        return Counter((one.name, one.what) for report in reports for one in report.applied)
+
     def lines(self) -> list[str]:
         lines = [f"form of the step   {self}"]
-        applied: dict[tuple[str, str], int] = {}
-        for report in self._reports if self.kind == PASSES else ():
-            for one in report.applied:
-                applied[one.name, one.what] = applied.get((one.name, one.what), 0) + 1
-        lines += [f"{name:<18} {count:>4} × {what}" for (name, what), count in applied.items()]
+        lines += [f"{name:<18} {count:>4} × {what}" for (name, what), count in self.applied.items()]
         if self._comparisons:
             seconds = f"{self._seconds:.1f} s with compilation"
             lines.append(f"compared           {self._comparisons} ×, {seconds}")

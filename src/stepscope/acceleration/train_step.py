@@ -28,7 +28,6 @@ from stepscope.acceleration.graphs.groups import in_group
 from stepscope.acceleration.graphs.optimizers import control_of
 from stepscope.acceleration.losses import called, loss_in, loss_of, scalar, without_cache
 from stepscope.acceleration.micro_batches import micro_batches
-from stepscope.acceleration.pieces.head_loss import with_deferred_logits
 from stepscope.acceleration.train_step_arguments import Fitted, Lever, Plan, plan_of, require_valid
 from stepscope.acceleration.update_in_backward import UpdateInBackward, update_in_backward
 from stepscope.errors import UsageError
@@ -338,8 +337,7 @@ class TrainStep:
             with self._compilation.autocast(), without_cache(self.model):
                 return scalar(self._compiled(batch), "the loss function")
         if self._loss_fn is not None:
-            function = partial(self._loss_fn, self.model, batch)
-            return scalar(with_deferred_logits(self.model, function), "loss_fn")
+            return scalar(self._loss_fn(self.model, batch), "loss_fn")
         return loss_of(self.model, batch)
 
     def _loss_of(self, batch: Any) -> Any:

@@ -22,7 +22,7 @@ from stepscope.analysis.advice.changes import (
 )
 from stepscope.analysis.advice.facts import Facts
 from stepscope.analysis.advice.order import predicted_order
-from stepscope.analysis.advice.pieces import ACCELERATE
+from stepscope.analysis.advice.rules.accelerate import ACCELERATE
 from stepscope.analysis.limits import hardware_limit, mfu
 from stepscope.analysis.lines.rules import costly_lines
 from stepscope.analysis.parts import part_names
@@ -397,8 +397,8 @@ def _verified(advice: Advice, trial: Tried) -> RankedChange:
 
 
 def _setting(advice: Advice) -> str:
-    """Return the setting that a change is compared by: the pieces of `accelerate` are parts of
-    one."""
+    """Return the setting that a change is compared by. In older records `accelerate`
+    has several."""
     if ACCELERATE in advice.setting.values():
         return ACCELERATE
     return next(iter(advice.setting), "")

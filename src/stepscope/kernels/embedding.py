@@ -25,30 +25,65 @@ faster, and the interpreter too slow."""
 
 def embedded(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Return weight[tokens]. The row of `padding_idx` gets no gradient."""
+    if not _kernel_takes(tokens, weight, weight.shape[0]):
+        return functional.embedding(tokens, weight, padding_idx)
+    return looked_up(tokens, weight, padding_idx)
+
+
+def _kernel_takes(tokens: Tensor, rows_like: Tensor, rows: int) -> bool:
+    """Return whether the kernel computes the gradient of a table with that number of rows, which
+    has the columns, dtype and device of `rows_like`."""
     few = 0 < tokens.numel() <= MAX_TOKENS
     if is_interpreted():
-        few = few and max(tokens.numel(), weight.shape[0]) <= MAX_TOKENS_INTERPRETED
-    if not few or weight.shape[1] > MAX_COLUMNS or not kernels_take(weight):
-        return functional.embedding(tokens, weight, padding_idx)
-    out: Tensor = _Embedded.apply(tokens.contiguous(), weight, padding_idx)  # type: ignore[no-untyped-call]
+        few = few and max(tokens.numel(), rows) <= MAX_TOKENS_INTERPRETED
+    return few and rows_like.shape[-1] <= MAX_COLUMNS and kernels_take(rows_like)
+
+
+def looked_up(tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+    """Return weight[tokens]. Its gradient is one operator, also in graphs, that chooses between the
+    kernel and torch when it runs."""
+    out: Tensor = _LookedUp.apply(tokens, weight, padding_idx)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Embedded(torch.autograd.Function):
+class _LookedUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.padding_idx = padding_idx
+        ctx.padding_idx = -1 if padding_idx is None else padding_idx
         ctx.table = weight.shape[0], weight.dtype
         return functional.embedding(tokens, weight)
 
     @staticmethod
     @differentiable_once("the fused embedding", "fused=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        from stepscope.kernels.triton.embedding import backward
-
         (tokens,) = ctx.saved_tensors
-        grad_weight = backward(tokens, grad.contiguous(), *ctx.table)
-        if ctx.padding_idx is not None:
-            grad_weight[ctx.padding_idx].zero_()
-        return None, grad_weight, None
+        return None, _gradient(grad, tokens, *ctx.table, ctx.padding_idx), None
+
+
+@torch.library.custom_op("stepscope::embedding_gradient", mutates_args=())
+def _gradient(
+    grad: Tensor, tokens: Tensor, rows: int, dtype: torch.dtype, padding_idx: int
+) -> Tensor:
+    """Return the gradient of the table; the row of `padding_idx` gets none, unless it is -1."""
+    if not _kernel_takes(tokens, grad, rows):
+        return torch.ops.aten.embedding_dense_backward(grad, tokens, rows, padding_idx, False).to(
+            dtype
+        )
+    from stepscope.kernels.triton.embedding import backward
+
+    made = backward(tokens.contiguous(), grad.contiguous(), rows, dtype)
+    if padding_idx >= 0:
+        made[padding_idx].zero_()
+    return made
+
+
+@_gradient.register_fake
+def _(
+    grad: Tensor,
+    tokens: Tensor,  # noqa: ARG001
+    rows: int,
+    dtype: torch.dtype,
+    padding_idx: int,  # noqa: ARG001
+) -> Tensor:
+    return grad.new_empty(rows, grad.shape[-1], dtype=dtype)

@@ -70,15 +70,16 @@ class UserStep(TrainingStep):
         self._acceleration = self._use_fp8() if precision(user.dtype).fp8 else None
 
     def _use_fp8(self) -> Report:
-        """Accelerate the model with FP8 linear layers. Replacements are compared with the original
-        now; a step in which every layer stays in bfloat16 is skipped."""
+        """Accelerate the model with FP8 linear layers. It is compared with the original now; a step
+        in which every layer stays in bfloat16 is skipped."""
         from stepscope.acceleration.accelerate import accelerate
+        from stepscope.acceleration.choice import PASSES
         from stepscope.kernels.fp8.recipe import unavailable
 
         if reason := unavailable(self.device.torch_device):
             raise CaseSkipped(reason)
         report = accelerate(
-            self.model, self.optimizer, sample=self.batch, dtype="fp8", compile=False
+            self.model, self.optimizer, sample=self.batch, dtype="fp8", compile={"form": PASSES}
         )
         assert report.fp8 is not None
         reasons = list(report.fp8.decisions.values())

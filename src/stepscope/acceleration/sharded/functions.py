@@ -34,7 +34,7 @@ from stepscope.acceleration.forward_registry import (
     layer_owners,
 )
 from stepscope.acceleration.losses import without_cache
-from stepscope.acceleration.replacement import Left
+from stepscope.acceleration.report import Left
 from stepscope.acceleration.sharded.choice import SharedChoice
 from stepscope.acceleration.sharded.deferred import computed
 from stepscope.acceleration.sharded.fp8_gathers import Fp8Gathers

@@ -9,7 +9,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from stepscope.advisor.advise.attention_facts import attention_work, is_called, score_bytes
-from stepscope.advisor.advise.piece_facts import piece_work
 from stepscope.analysis.advice.facts import (
     AT_COPIES,
     AT_END,
@@ -83,7 +82,6 @@ def facts_of(record: Record, lacks: Sequence[str] = ()) -> Facts:
     copied, phases = _pageable(summary), _phases(summary, ranks)
     # The names of compiled kernels do not show their purpose.
     attention = () if compiled else attention_work(summary, phases, account)
-    pieces = None if setting is None else setting.pieces
     facts = Facts(
         on_gpu=summary.on_device,
         step_ms=step_ms,
@@ -111,8 +109,7 @@ def facts_of(record: Record, lacks: Sequence[str] = ()) -> Facts:
         blocks=setting.blocks if setting else int(record.quantity("blocks") or 0),
         block_list=block_list(summary),
         **_linear_layers(summary),
-        pieces=None if pieces is None else piece_work(pieces, summary, attention),
-        compiled_by_accelerate=setting is not None and setting.compiled_by_accelerate,
+        compiled_by_accelerate=_is_compiled_by_accelerate(setting),
         siblings=() if watched.lines is None else _siblings(watched.lines),
         loss_ms=_loss_ms(summary),
         ranks=ranks,
@@ -458,6 +455,12 @@ def account_facts(account: Account) -> dict[str, Any]:
         "recomputed_bytes": _recomputed(account),
         "state_bytes": account.line(OPTIMIZER),
     }
+
+
+def _is_compiled_by_accelerate(setting: Setting | None) -> bool:
+    """Return whether `accelerate` compiles the model; when it replaced modules, these were
+    recorded."""
+    return setting is not None and (setting.compiled_by_accelerate or setting.pieces is not None)
 
 
 def _loss_ms(summary: Summary) -> float:

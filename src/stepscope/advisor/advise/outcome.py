@@ -12,8 +12,8 @@ from stepscope.advisor.advise.cases import BASE, CHANGED, CPU, INSTRUCTIONS, SHA
 from stepscope.analysis.advice import order
 from stepscope.analysis.advice.calibration import Verified, is_right
 from stepscope.analysis.advice.changes import WORTH, Advice
-from stepscope.analysis.advice.pieces import ACCELERATE
 from stepscope.analysis.advice.plan import Result
+from stepscope.analysis.advice.rules.accelerate import ACCELERATE
 from stepscope.records.schema import Clock, Record
 from stepscope.records.stats import (
     FEWEST_ROUNDS,

@@ -13,14 +13,7 @@ from stepscope.advisor.patch.libraries import ARGUMENTS, LIGHTNING
 from stepscope.advisor.patch.sites import ByHand, Place, Site, Sites, where
 from stepscope.advisor.patch.source import CannotEditError, Source
 from stepscope.advisor.patch.train_step import use_train_step
-from stepscope.analysis.advice.pieces import (
-    ACCELERATE,
-    ATTENTION,
-    GROUPS,
-    OPTIMIZER,
-    excluded_pieces,
-    group_of,
-)
+from stepscope.analysis.advice.rules.accelerate import ACCELERATE
 from stepscope.analysis.advice.rules.data import default_workers
 from stepscope.analysis.advice.rules.train_step import STEP
 
@@ -86,16 +79,10 @@ class Edits:
         return self
 
     def _wanted(self) -> set[str]:
-        names = self.settings.keys() - set(self._groups)
-        if self.settings.get("attention") not in (None, ACCELERATE):
-            names.add("attention")
-        return names | ({ACCELERATE} if self._groups else set())
-
-    @property
-    def _groups(self) -> list[str]:
-        if self.settings.get("dtype") == _FP8:
-            return list(GROUPS)
-        return [group for group in GROUPS if self.settings.get(group) == ACCELERATE]
+        # In older records `accelerate` has several settings.
+        names = {name for name, value in self.settings.items() if value != ACCELERATE}
+        is_called = len(names) < len(self.settings) or self.settings.get("dtype") == _FP8
+        return names | ({ACCELERATE} if is_called else set())
 
     @property
     def changed(self) -> dict[str, bytes]:
@@ -258,26 +245,20 @@ class Edits:
                 if any(keyword.arg == "attn_implementation" for keyword in call.keywords):
                     source.set_keyword(call, "attn_implementation", '"sdpa"')
                     return
-        if not any(group_of(piece) == ATTENTION for piece in self.sites.pieces):
-            raise CannotEditError(
-                "write it as torch.nn.functional.scaled_dot_product_attention: only you know its"
-                " mask and scale"
-            )
-        left = excluded_pieces(self.sites.pieces, [ATTENTION])
-        self._set_up(lambda a: [_accelerate(m, "", left) for m in a.models], "stepscope")
+        raise CannotEditError(
+            "write it as torch.nn.functional.scaled_dot_product_attention: only you know its mask"
+            " and scale"
+        )
 
     def _accelerate(self) -> None:
-        groups = self._groups
-        left = excluded_pieces(self.sites.pieces, groups)
         dtype = "fp8" if self.settings.get("dtype") == _FP8 else ""
 
         def lines(anchor: Anchor) -> list[str]:
-            optimizer = anchor.optimizer if OPTIMIZER in groups else ""
-            if OPTIMIZER in groups and not optimizer:
+            if not anchor.optimizer:
                 raise CannotEditError("the variable of the optimizer is not known")
             first, *rest = anchor.models
-            more = [_accelerate(model, "", left, dtype) for model in rest]
-            return [_accelerate(first, optimizer, left, dtype), *more]
+            more = [_accelerate(model, "", dtype) for model in rest]
+            return [_accelerate(first, anchor.optimizer, dtype), *more]
 
         self._set_up(lines, "stepscope")
 
@@ -285,7 +266,7 @@ class Edits:
         if self._by_library("compile"):
             return
         how = self.settings["compile"]
-        fused = self.settings.get("attention") not in (None, ACCELERATE)
+        fused = "attention" in self.settings
         arguments = 'mode="reduce-overhead"' if how == "graphs" else ""
         arguments = 'backend="stepscope"' if fused else arguments
         blocks = self.sites.blocks
@@ -306,7 +287,7 @@ class Edits:
 
     def _optimizer(self) -> None:
         wanted = self.settings["optimizer"]
-        if wanted == ACCELERATE or self._by_library("optimizer"):
+        if self._by_library("optimizer"):
             return
         if wanted != "foreach" and self._clips_in_lightning():
             raise CannotEditError(
@@ -445,11 +426,8 @@ def _common_block(
     return None
 
 
-def _accelerate(model: str, optimizer: str, left: Sequence[str], dtype: str = "") -> str:
+def _accelerate(model: str, optimizer: str, dtype: str = "") -> str:
     arguments = [model, *filter(None, [optimizer])]
     if dtype:
         arguments.append(f'dtype="{dtype}"')
-    if left:
-        quoted = ", ".join(f'"{name}"' for name in left)
-        arguments += [f"exclude=[{quoted}]", "compile=False"]
     return f"stepscope.accelerate({', '.join(arguments)})"

@@ -16,7 +16,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from stepscope.acceleration.accelerate import replaceable
 from stepscope.advisor.patch.libraries import OF_LIBRARIES
 from stepscope.advisor.patch.sites import SITES, Place, Site, Sites
 from stepscope.advisor.scope.torch_import import when_imported
@@ -192,12 +191,10 @@ class SiteObserver(ModelFollower):
             msgspec.structs.replace(site, about=site.about | {"used": str(key in used)})
             for key, site in zip(self._sites, sites, strict=True)
         ]
-        pieces = [piece for model in self._models for piece in replaceable(model)]
         found = Sites(
             sites=tuple(sites),
             device=self._device(),
             steps=self._steps,
-            pieces=tuple(dict.fromkeys(pieces)),
             blocks=next(filter(None, map(_blocks, targets)), ""),
         )
         self._file.write_bytes(msgspec.json.encode(found))

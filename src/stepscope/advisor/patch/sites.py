@@ -55,8 +55,6 @@ class Sites(msgspec.Struct, frozen=True, kw_only=True):
     sites: tuple[Site, ...] = ()
     device: str = "cpu"
     steps: int = 0
-    pieces: tuple[str, ...] = ()
-    """Parts of the models that `stepscope.accelerate` would replace."""
     blocks: str = ""
     """Path of the model's list of repeated blocks."""
 

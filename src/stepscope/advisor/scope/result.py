@@ -7,7 +7,6 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,14 +17,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from stepscope.acceleration.changes import blocks_of
-from stepscope.acceleration.report import name_pattern
 from stepscope.advisor.scope.issue import PHASES
 from stepscope.advisor.scope.loading import with_mean_wait
 from stepscope.advisor.scope.recorder import Recorder
 from stepscope.advisor.scope.sharing import sharing_of
 from stepscope.measure.ceilings import known_ceilings
 from stepscope.measure.environment import describe
-from stepscope.measure.modules import any_compiled, model_names
+from stepscope.measure.modules import any_compiled
 from stepscope.records.memory import SavedTensor
 from stepscope.records.plans import ATTACHMENT as PLANS
 from stepscope.records.schema import Record, Series, quantities
@@ -192,34 +190,14 @@ def _setting(recorder: Recorder) -> Setting:
         loader_workers=recorder.loader_workers,
         distributed=torch.distributed.is_available() and torch.distributed.is_initialized(),
         sharing=sharing_of(recorder.models),
-        pieces=_pieces(recorder.models),
         compiled_by_accelerate=_compiled_by_accelerate(recorder.models),
     )
-
-
-def _pieces(models: Sequence[torch.nn.Module]) -> dict[str, dict[str, int]] | None:
-    """Modules that `accelerate` would replace; None if that cannot be found out."""
-    from stepscope.acceleration.accelerate import replaceable
-
-    pieces: dict[str, Counter[str]] = {}
-    try:
-        for model, prefix in zip(models, model_names(models), strict=True):
-            for piece, names in replaceable(model).items():
-                patterns = (name_pattern(f"{prefix}.{name}".strip(".")) for name in names)
-                pieces.setdefault(piece, Counter()).update(patterns)
-    except Exception:
-        # The code of the model runs in this search.
-        return None
-    return {piece: dict(patterns) for piece, patterns in pieces.items()}
 
 
 def _compiled_by_accelerate(models: Sequence[torch.nn.Module]) -> bool:
     from stepscope.acceleration.accelerate import is_compiled_by_default
 
-    with suppress(Exception):
-        # The code of the model runs in this search.
-        return any(map(is_compiled_by_default, models))
-    return False
+    return any(map(is_compiled_by_default, models))
 
 
 def _numbers(parameter: torch.Tensor) -> int:

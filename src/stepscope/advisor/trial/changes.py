@@ -29,8 +29,8 @@ from stepscope.advisor.trial.loop_step import LoopStep
 from stepscope.advisor.trial.optimizers import Optimizers
 from stepscope.advisor.trial.siblings import Siblings
 from stepscope.analysis.advice.changes import setting_of
-from stepscope.analysis.advice.pieces import ACCELERATE
 from stepscope.analysis.advice.program import Setting
+from stepscope.analysis.advice.rules.accelerate import ACCELERATE
 from stepscope.analysis.advice.rules.memory import MEMORY
 from stepscope.analysis.advice.rules.train_step import STEP
 from stepscope.planning.application import apply_plan
@@ -102,10 +102,8 @@ class Changes:
         self._plan = from_json(plan, Application)
         before_first_call(self._first_called)
 
-    def accelerate(self, groups: Sequence[str], dtype: str | None = None) -> None:
-        if self._acceleration is None:
-            self._acceleration = Acceleration()
-        self._acceleration.add(groups, dtype)
+    def accelerate(self, dtype: str | None = None) -> None:
+        self._acceleration = Acceleration(dtype)
 
     def batch_siblings(self) -> None:
         self._siblings = Siblings(self.applied, self.is_on)

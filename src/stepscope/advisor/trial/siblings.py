@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from stepscope.acceleration.attention.context import attention_in_vmap
-from stepscope.acceleration.replacement import has_hooks
+from stepscope.acceleration.forward_registry import has_own_forward
 
 SETTING = "siblings"
 _PLAIN = (bool, int, float, str, type(None))
@@ -148,9 +148,21 @@ def _stacked(several: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def _are_alike(modules: list[nn.Module]) -> bool:
     """Return True if the modules differ in nothing but the values of their tensors."""
     first, *others = map(_form, modules)
-    hooked = any(has_hooks(part) for module in modules for part in module.modules())
+    hooked = any(_has_hooks(part) for module in modules for part in module.modules())
     has_weights = any(True for _ in modules[0].parameters())
     return has_weights and not hooked and all(other == first for other in others)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Return whether calling the module does more than the forward of its class."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "parametrizations" in module._modules
+        or has_own_forward(module)
+    )
 
 
 def _form(module: nn.Module) -> list[Any]:

@@ -74,35 +74,6 @@ class PhaseWork(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, classes={**self.classes, kind: total})
 
 
-class PieceShare(msgspec.Struct, frozen=True, kw_only=True):
-    """Kernels of one phase that a piece of `stepscope.accelerate` replaces."""
-
-    phase: str
-    classes: dict[str, float]
-    """Device milliseconds by kernel class."""
-    launches: float
-    fused_ms: float
-    """Device milliseconds of the fused kernels."""
-    fused_launches: float
-
-    @property
-    def ms(self) -> float:
-        return sum(self.classes.values())
-
-    def scaled(self, factor: float) -> PieceShare:
-        classes = {kind: factor * ms for kind, ms in self.classes.items()}
-        return msgspec.structs.replace(self, classes=classes, fused_ms=factor * self.fused_ms)
-
-
-class PieceWork(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of `stepscope.accelerate` in the model, by the name that its report has."""
-
-    piece: str
-    modules: int
-    """Number of modules that it replaces."""
-    shares: tuple[PieceShare, ...] = ()
-
-
 class Siblings(msgspec.Struct, frozen=True, kw_only=True):
     """Modules that a loop calls one after the other, each with its own weights."""
 
@@ -167,9 +138,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0
     compiled: bool = False
     compiled_by_accelerate: bool = False
-    """`stepscope.accelerate` compiles the model: it does not know every module of its blocks."""
-    accelerated: bool = False
-    """Layers are replaced by those of `stepscope.accelerate`, which are not compiled."""
+    """`stepscope.accelerate` compiles the model by default; False if that is not recorded."""
     captured: bool = False
     """The step is replayed as a CUDA graph."""
     optimizer: str = "adam"
@@ -192,8 +161,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Number of these matmuls, in all micro-batches."""
     uses_fp8: bool = False
     """Matmuls run in FP8."""
-    pieces: tuple[PieceWork, ...] | None = None
-    """What `stepscope.accelerate` would replace; None if it is not recorded."""
     siblings: tuple[Siblings, ...] = ()
     loss_ms: float = 0.0
     """Time from the logits to the loss, forward and backward."""
@@ -315,14 +282,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
             exposed_ms=factor * self.exposed_ms,
             gathers_ms={phase: factor * ms for phase, ms in self.gathers_ms.items()},
             collectives_ms={phase: factor * ms for phase, ms in self.collectives_ms.items()},
-            pieces=None
-            if self.pieces is None
-            else tuple(
-                msgspec.structs.replace(
-                    piece, shares=tuple(share.scaled(factor) for share in piece.shares)
-                )
-                for piece in self.pieces
-            ),
         )
 
     def with_less_communication(self, ms: Mapping[str, float]) -> Facts:

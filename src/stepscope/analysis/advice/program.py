@@ -7,7 +7,7 @@ patches itself, and counts where it took effect.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 
@@ -49,8 +49,8 @@ class Program(Protocol):
         """Let the blocks of the model follow a plan, an `Application` as JSON."""
         ...
 
-    def accelerate(self, groups: Sequence[str], dtype: str | None = None) -> None:
-        """Apply these pieces of `stepscope.accelerate` to every model."""
+    def accelerate(self, dtype: str | None = None) -> None:
+        """Apply `stepscope.accelerate` to every model."""
         ...
 
     def batch_siblings(self) -> None:

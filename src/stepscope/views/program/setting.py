@@ -38,12 +38,11 @@ class Setting(Part, frozen=True):
     loader_workers: Int64 = 0
     """Worker processes of the DataLoader that the steps took batches from."""
     sharing: Sharing | None = None
-    compiled_by_accelerate: bool = False
-    """`stepscope.accelerate` would compile the model instead of replacing modules."""
     """How ranks share the model; None if they do not, and in older records."""
+    compiled_by_accelerate: bool = False
+    """`stepscope.accelerate` compiles the model by default."""
     pieces: dict[str, dict[str, Int64]] | None = None
-    """Modules that `stepscope.accelerate` would replace: for each piece, names with a star for the
-    number of a block, and how many modules each name stands for."""
+    """In older records: modules that `accelerate` replaced then."""
 
 
 def setting_of(record: Record) -> Setting | None:

@@ -31,9 +31,6 @@ _OTHER_ORDER = "numerics: another summation order"
 _BLOCKS_OVER_MODEL = 0.9
 _GRAPH_OF_COMPILED = 0.9
 """A graph must at least reduce the compiled step to this share to be worth its restrictions."""
-_ACCELERATED = Left(
-    "torch.compile would trace the original layers, which stepscope.accelerate replaces"
-)
 _NO_COMPILER = Left("this machine has no compiler for torch.compile")
 
 
@@ -72,8 +69,6 @@ def _compile(facts: Facts) -> Change | Left | None:
 def _not_compilable(facts: Facts) -> Left | None:
     if facts.compiled:
         return Left("the model is compiled already")
-    if facts.accelerated:
-        return _ACCELERATED
     return _NO_COMPILER if "compiler" in facts.lacks else None
 
 
@@ -112,8 +107,6 @@ def _graph(facts: Facts) -> Change | Left | None:
         return Left("the step runs on a CPU")
     if facts.captured:
         return Left("the step is a CUDA graph already")
-    if facts.accelerated:
-        return _ACCELERATED
     if "compiler" in facts.lacks:
         return _NO_COMPILER
     if facts.micro_batches > 1:

@@ -11,10 +11,9 @@ from math import sqrt
 from msgspec.structs import replace
 
 from stepscope.analysis.advice.facts import Facts, PhaseWork
-from stepscope.analysis.advice.pieces import GROUPS
 from stepscope.analysis.advice.program import Program, setting
 from stepscope.analysis.advice.rule import Change, Left, Stage, rule
-from stepscope.analysis.advice.rules.accelerate import COMPILED, with_all_pieces
+from stepscope.analysis.advice.rules.accelerate import ACCELERATE, COMPILED, accelerated
 from stepscope.analysis.advice.rules.dtype import bfloat16
 from stepscope.analysis.advice.timeline import gain_ms
 from stepscope.kernels.fp8 import choice
@@ -38,9 +37,9 @@ def _fp8(facts: Facts) -> Change | Left | None:
         if not isinstance(narrow, Change):
             return narrow
         in_bf16 = narrow.after
-    # The same call fuses the parts of the model that it recognizes.
-    fused = with_all_pieces(in_bf16)
-    before = fused[1] if isinstance(fused, tuple) else in_bf16
+    # The same call compiles the model.
+    compiled = accelerated(in_bf16)
+    before = compiled if isinstance(compiled, Facts) else in_bf16
     estimate = _estimate(facts)
     if estimate is None:
         return None
@@ -59,7 +58,7 @@ def _fp8(facts: Facts) -> Change | Left | None:
         " losses only: see `stepscope run fp8` for the layers that should stay in bfloat16",
         lines=("import stepscope", 'stepscope.accelerate(model, optimizer, dtype="fp8")'),
         setting={"dtype": FP8},
-        excludes=(*GROUPS, "compile"),
+        excludes=(ACCELERATE, "attention", "compile", "optimizer", "siblings"),
     )
 
 
@@ -108,7 +107,7 @@ def _with_casts(facts: Facts, linear_ms: float, estimate: choice.Estimate) -> Fa
         attention=attention,
         dtype=FP8,
         autocast=True,
-        accelerated=True,
+        compiled=True,
         uses_fp8=True,
         linear_ms=gemms * linear_ms,
     )
@@ -116,4 +115,4 @@ def _with_casts(facts: Facts, linear_ms: float, estimate: choice.Estimate) -> Fa
 
 @setting("dtype", FP8, counted=False)
 def _in_fp8(program: Program, dtype: str) -> None:
-    program.accelerate(GROUPS, dtype)
+    program.accelerate(dtype)

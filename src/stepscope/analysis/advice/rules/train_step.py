@@ -5,15 +5,16 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from stepscope.analysis.advice.facts import MODEL_PHASES, Facts
-from stepscope.analysis.advice.pieces import ACCELERATE, IN_BLOCKS, OPTIMIZER
 from stepscope.analysis.advice.program import Program, setting
 from stepscope.analysis.advice.rule import Change, Left, Stage, rule
 from stepscope.analysis.advice.rules.accelerate import (
+    ACCELERATE,
+    CALL,
     NUMERICS,
+    OPTIMIZER,
+    accelerated,
     bytes_saved,
-    call_of,
     what_is_fused,
-    with_all_pieces,
 )
 from stepscope.analysis.advice.timeline import host_limits_ms, wall_ms
 
@@ -79,12 +80,11 @@ def _train_step(facts: Facts) -> Change | Left | None:
 )
 def _accelerated_step(facts: Facts) -> Change | Left | None:
     """Both together: fused kernels are so short that the host limits the step without a graph."""
-    whole, graph = with_all_pieces(facts), _as_graph(facts)
-    if not isinstance(whole, tuple):
-        return whole
+    fused, graph = accelerated(facts), _as_graph(facts)
+    if not isinstance(fused, Facts):
+        return fused
     if isinstance(graph, Left):
         return graph
-    groups, fused = whole
     after = _as_graph(fused)
     assert isinstance(after, Facts)
     settings, by_author = _step_setting(facts)
@@ -92,13 +92,13 @@ def _accelerated_step(facts: Facts) -> Change | Left | None:
     return Change(
         after=after,
         gain_bytes=bytes_saved(facts, after),
-        why=f"{what_is_fused(facts, groups)}; the device would wait {late:.3g} ms for"
+        why=f"{what_is_fused(facts, fused)}; the device would wait {late:.3g} ms for"
         " their launches, and a graph is one launch",
         risk=f"{NUMERICS}; {_FIXED_SHAPES}",
-        lines=("import stepscope", call_of(facts, groups), *_step_lines(facts)),
-        setting=dict.fromkeys(groups, ACCELERATE) | settings if settings else {},
+        lines=("import stepscope", CALL, *_step_lines(facts)),
+        setting={ACCELERATE: ACCELERATE} | settings if settings else {},
         by_author=by_author,
-        excludes=("compile",) if set(groups) & {*IN_BLOCKS} else (),
+        excludes=("attention", "compile", OPTIMIZER, "siblings"),
     )
 
 

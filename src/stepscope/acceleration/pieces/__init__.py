@@ -1,1 +1,0 @@
-"""Parts of a training step that have a faster form, each with a `find`."""
