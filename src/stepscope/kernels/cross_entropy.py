@@ -206,7 +206,8 @@ def _loss_and_grads(
         if added is None:
             matmul_into(logits, x_chunk, narrow.T)
         else:
-            torch.addmm(added, x_chunk, narrow.T, out=logits)
+            # Not `addmm(added, …, out=logits)`: on a GPU its fused bias takes rows for dense.
+            logits.copy_(added.expand_as(logits)).addmm_(x_chunk, narrow.T)
         kernels.write_losses(
             logits[:, :vocab],
             targets[chunk],

@@ -184,11 +184,21 @@ def _weighted(unit: Node) -> tuple[Node, Node, float] | None:
         if calls(user, aten.mul.Tensor):
             assert user is not None
             found = _weight(_other(user, node))
-            return None if found is None else (user, *found)
+            return None if found is None else (_without_idle_casts(user), *found)
         if not calls(user, *CASTS) or user is None or user.args[0] is not node:
             return None
         node = user
     return None
+
+
+def _without_idle_casts(root: Node) -> Node:
+    """Return the last of the casts to the dtype that a node has, which alone read it."""
+    user = _only_user(root)
+    while user is not None and calls(user, *CASTS) and user.args[0] is root:
+        if value_of(user).dtype != value_of(root).dtype:
+            break
+        root, user = user, _only_user(user)
+    return root
 
 
 def _weight(node: Any) -> tuple[Node, float] | None:
