@@ -43,6 +43,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -280,6 +281,8 @@ def run_server(descriptor: int, folder: str) -> None:
     sys.path.pop(0)
     sys.path.remove("")
     start_environment = dict(os.environb)
+    # The first that is registered runs after all others.
+    atexit.register(lambda: stash.forget())
     stash = _import_roots(folder)
     line = socket.socket(fileno=_above(descriptor))
     gc.collect()
@@ -311,6 +314,9 @@ def _import_roots(folder: str) -> Stash:
         groups[root] = {name: sys.modules[name] for name in sys.modules if name not in known}
         known = set(sys.modules)
     preloaded = Preloaded(folder)
+    for one in weakref.finalize._registry:  # type: ignore[attr-defined]
+        # Removing all operators of torch at the exit copies their memory.
+        one.atexit = False
     for name in set(sys.modules) - at_first:
         if name.partition(".")[0] in sys.stdlib_module_names:
             for group in groups.values():
@@ -522,6 +528,8 @@ class Stash(importlib.abc.MetaPathFinder):
     def __init__(self, groups: dict[str, dict[str, ModuleType]], preloaded: Preloaded) -> None:
         self._groups = groups
         self.preloaded = preloaded
+        # Caches of the standard library, such as lines of files, are long.
+        self._standard = sys.modules.keys() - {"__main__", "builtins", "sys"}
         self._root_of = {name: root for root, group in groups.items() for name in group}
         self._stale: dict[str, list[tuple[ModuleType, str]]] = {}
 
@@ -553,17 +561,16 @@ class Stash(importlib.abc.MetaPathFinder):
 
     def install(self) -> None:
         sys.meta_path[:0] = [self, self.preloaded]
-        # These functions run after those of the program. Clearing thousands of modules, and the
-        # destructors of torch's libraries, would copy most of the memory, which takes 0.3 s.
-        atexit.register(self._forget)
         libc = ctypes.CDLL(None)
         if hasattr(libc, "on_exit"):
             libc.on_exit(libc._exit, None)
 
-    def _forget(self) -> None:
-        """Keep the modules from being cleared: they get an extra reference and lose their names."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._groups, dict(sys.modules))))
-        for name in self._root_of:
+    def forget(self) -> None:
+        """Keep the modules from being cleared: they get an extra reference and lose their names.
+        Clearing thousands of them, and the destructors of torch's libraries, would copy most of the
+        memory, which takes 0.3 s."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((self, sys.modules.copy())))
+        for name in (*self._root_of, *self.preloaded.imported, *self._standard):
             sys.modules.pop(name, None)
 
     def find_spec(

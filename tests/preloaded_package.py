@@ -55,10 +55,11 @@ class Preloaded(importlib.abc.MetaPathFinder):
             self._needs.clear()
         finally:
             sys.path.remove(folder)
-        for name in [name for name in sys.modules if _is_ours(name)]:
-            module = sys.modules.pop(name)
-            if self._needs:
-                self._modules[name] = module
+        self.imported = {name: m for name, m in sys.modules.items() if _is_ours(name)}
+        for name in self.imported:
+            del sys.modules[name]
+        if self._needs:
+            self._modules.update(self.imported)
 
     def forget(self) -> None:
         """Let all of them be executed, which registers their operators again."""
