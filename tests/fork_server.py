@@ -3,13 +3,14 @@
 Importing torch takes two to three seconds of CPU time, and the tests start hundreds of processes
 that do so; importing matplotlib, for a page, takes another half second. `install` makes
 `subprocess` and `multiprocessing` ask a server for every process of this interpreter that they
-would start. The server has imported both and nothing of Stepscope; it forks, and the fork runs the
+would start. The server has imported these and Stepscope; it forks, and the fork runs the
 program as a new interpreter would:
 
 - It is a child of the process that asked: `waitpid`, signals, process groups, sessions and
   /proc/PID/environ are those of any other child.
 - The imported modules are not in `sys.modules`. An import statement puts them back, through the
-  import hooks of the program, if `sys.path` leads to the same files.
+  import hooks of the program, if `sys.path` leads to the same files. Those of Stepscope are in
+  `preloaded_package.py`.
 - It has a server of its own, for the processes that it starts.
 - Triton decides when it is imported whether its functions are interpreted. A program with another
   TRITON_INTERPRET imports it again, from its files.
@@ -42,11 +43,14 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
+
+from preloaded_package import PACKAGE, Preloaded
 
 COLD = "STEPSCOPE_COLD_START"
 _PADDING = "STEPSCOPE_FORK_SERVER_PADDING"
@@ -63,6 +67,10 @@ _ROOTS = (
     "torch.profiler",
     "matplotlib.figure",
     "matplotlib.backends.backend_svg",
+    "msgspec",
+    "psutil",
+    "rich.table",
+    "tyro",
 )
 """Modules that the server imports, in this order. What each import adds is put back together."""
 _READ_AT_START = (
@@ -78,6 +86,8 @@ _READ_LATER = (
     "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", _INTERPRET,
 )  # fmt: skip
 _HASH_SEED = "PYTHONHASHSEED"
+_READ_BY_STEPSCOPE = (_INTERPRET, "NSYS_PROFILING_SESSION_ID")
+"""Variables that the preloaded modules read when they are imported."""
 _ARGUMENTS = 23
 """Number of arguments of `_posixsubprocess.fork_exec` in the supported versions of Python."""
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
@@ -239,7 +249,9 @@ def install() -> None:
         environment.pop(name, None)
     environment |= {_HASH_SEED: "0", _PADDING: "-" * _ROOM_BYTES}
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-    code += f"import fork_server; fork_server.run_server({theirs.fileno()})"
+    folder = next((one for one in sys.path if Path(one, PACKAGE, "__init__.py").is_file()), "")
+    arguments = f"{theirs.fileno()}, {os.path.abspath(folder)!r}"
+    code += f"import fork_server; fork_server.run_server({arguments})"
     with theirs:
         # Ends with its parent; `Popen` would report that it still runs.
         subprocess.Popen(
@@ -261,15 +273,17 @@ def _use(client: Client) -> None:
 # The server.
 
 
-def run_server(descriptor: int) -> None:
-    """Import, then fork a process for every request. Returns in the forked processes only, when
-    their program has ended."""
+def run_server(descriptor: int, folder: str) -> None:
+    """Import, Stepscope from this folder, then fork a process for every request. Returns in the
+    forked processes only, when their program has ended."""
     _die_with_parent()
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     sys.path.pop(0)
     sys.path.remove("")
     start_environment = dict(os.environb)
-    stash = _import_roots()
+    # The first that is registered runs after all others.
+    atexit.register(lambda: stash.forget())
+    stash = _import_roots(folder)
     line = socket.socket(fileno=_above(descriptor))
     gc.collect()
     gc.freeze()
@@ -277,14 +291,20 @@ def run_server(descriptor: int) -> None:
     request, files, own = _serve(line)
     _use(Client(own, start_environment))
     _imitate_start(request, files)
-    interpret = os.fsencode(_INTERPRET)
-    if request.environment.get(interpret, b"") != start_environment.get(interpret, b""):
+
+    def differs(name: str) -> bool:
+        key = os.fsencode(name)
+        return request.environment.get(key, b"") != start_environment.get(key, b"")
+
+    if differs(_INTERPRET):
         stash.drop("triton")
+    if any(map(differs, _READ_BY_STEPSCOPE)):
+        stash.preloaded.forget()
     stash.install()
-    _run(request.words)
+    _run(request.words, stash.preloaded)
 
 
-def _import_roots() -> Stash:
+def _import_roots(folder: str) -> Stash:
     """Import the modules and hide them again."""
     groups: dict[str, dict[str, ModuleType]] = {}
     at_first = set(sys.modules)
@@ -293,13 +313,17 @@ def _import_roots() -> Stash:
         importlib.import_module(root)
         groups[root] = {name: sys.modules[name] for name in sys.modules if name not in known}
         known = set(sys.modules)
-    for name in known - at_first:
+    preloaded = Preloaded(folder)
+    for one in weakref.finalize._registry:  # type: ignore[attr-defined]
+        # Removing all operators of torch at the exit copies their memory.
+        one.atexit = False
+    for name in set(sys.modules) - at_first:
         if name.partition(".")[0] in sys.stdlib_module_names:
             for group in groups.values():
                 group.pop(name, None)
         else:
             del sys.modules[name]
-    return Stash(groups)
+    return Stash(groups, preloaded)
 
 
 def _serve(line: socket.socket) -> tuple[Request, list[int], socket.socket]:
@@ -447,7 +471,7 @@ def _show_environment(environment: dict[bytes, bytes]) -> None:
     ctypes.memmove(begin, text, min(len(text), end - begin))
 
 
-def _run(words: Sequence[str]) -> None:
+def _run(words: Sequence[str], preloaded: Preloaded) -> None:
     """Run the program as `__main__`; its exceptions end the process as they would otherwise."""
     name, *rest = _without_options(words[1:])
     main = ModuleType("__main__")
@@ -457,6 +481,7 @@ def _run(words: Sequence[str]) -> None:
         if name == "-m":
             sys.argv = ["-m", *rest[1:]]
             _put_first(os.getcwd())
+            preloaded.execute(rest[0])
             runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
         elif name == "-c":
             sys.argv = ["-c", *rest[1:]]
@@ -500,8 +525,11 @@ def _ignore(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 class Stash(importlib.abc.MetaPathFinder):
     """Finds the modules that the server has imported."""
 
-    def __init__(self, groups: dict[str, dict[str, ModuleType]]) -> None:
+    def __init__(self, groups: dict[str, dict[str, ModuleType]], preloaded: Preloaded) -> None:
         self._groups = groups
+        self.preloaded = preloaded
+        # Caches of the standard library, such as lines of files, are long.
+        self._standard = sys.modules.keys() - {"__main__", "builtins", "sys"}
         self._root_of = {name: root for root, group in groups.items() for name in group}
         self._stale: dict[str, list[tuple[ModuleType, str]]] = {}
 
@@ -532,18 +560,17 @@ class Stash(importlib.abc.MetaPathFinder):
                 setattr(module, name, new)
 
     def install(self) -> None:
-        sys.meta_path.insert(0, self)
-        # These functions run after those of the program. Clearing thousands of modules, and the
-        # destructors of torch's libraries, would copy most of the memory, which takes 0.3 s.
-        atexit.register(self._forget)
+        sys.meta_path[:0] = [self, self.preloaded]
         libc = ctypes.CDLL(None)
         if hasattr(libc, "on_exit"):
             libc.on_exit(libc._exit, None)
 
-    def _forget(self) -> None:
-        """Keep the modules from being cleared: they get an extra reference and lose their names."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._groups))
-        for name in self._root_of:
+    def forget(self) -> None:
+        """Keep the modules from being cleared: they get an extra reference and lose their names.
+        Clearing thousands of them, and the destructors of torch's libraries, would copy most of the
+        memory, which takes 0.3 s."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((self, sys.modules.copy())))
+        for name in (*self._root_of, *self.preloaded.imported, *self._standard):
             sys.modules.pop(name, None)
 
     def find_spec(

@@ -27,10 +27,11 @@ from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, CaseSkipped, Measurement
 from stepscope.training.captured import forget_steps
 from stepscope.training.flags import GRAPHS_OF_TORCH
-from stepscope.training.shared_weights import begin_moments
 from stepscope.training.transformer import TransformerStep
 
 if TYPE_CHECKING:
+    import torch
+
     from stepscope.measure.device import Device
     from stepscope.measure.timer import Timing
 
@@ -141,6 +142,17 @@ def _energy(entries: Sequence[Entry], bench: Bench) -> tuple[list[Quantity], dic
     return energy, {"no_energy": "; ".join(reasons)} if reasons else {}
 
 
+def _begin_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Initialize moments of zero for every parameter, for other optimizers to adopt."""
+    import torch
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
+            }
+
+
 class Field:
     """All variants of one step on the same weights."""
 
@@ -150,7 +162,7 @@ class Field:
             first.workload, compile="no", compile_mode="default", graph=False
         )
         self._owner = TransformerStep(plain, bench.device)
-        begin_moments(self._owner.optimizer)
+        _begin_moments(self._owner.optimizer)
         self.heats: dict[str, dict[str, Heat]] = {}
         """Trials by side and variant name."""
         self._racers: dict[str, Racer] = {}

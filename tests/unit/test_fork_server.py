@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,6 +114,29 @@ print(type(triton.language.sum).__name__)
 """
     done = run(("-c", code), {"TRITON_INTERPRET": value})
     assert done.stdout.split() == ["True", kind], done.stderr
+
+
+def test_modules_of_the_package_are_those_of_its_imports(tmp_path: Path) -> None:
+    code = """
+import sys
+assert "stepscope" not in sys.modules
+import MODULE
+print([name for name in sys.modules if name.startswith("stepscope")])
+print("torch" in sys.modules, MODULE.__spec__.loader.get_source("MODULE") is not None)
+"""
+    for module in ("stepscope.records.stats", "stepscope.advisor.scope.library"):
+        text = code.replace("MODULE", module)
+        cold, forked = (run(("-c", text), {}, cold=cold) for cold in (True, False))
+        assert (forked.stdout, forked.stderr) == (cold.stdout, "")
+        assert cold.stdout
+    # Those of another folder register their operators again.
+    package = next(one for one in sys.path if Path(one, "stepscope", "version.py").is_file())
+    shutil.copytree(Path(package, "stepscope"), tmp_path / "stepscope")
+    text = "import stepscope.acceleration.backend as module; print(module.__file__)"
+    for variables in ({"PYTHONPATH": str(tmp_path)}, {"NSYS_PROFILING_SESSION_ID": "1"}):
+        done = run(("-c", text), variables)
+        folder = variables.get("PYTHONPATH", os.path.abspath(package))
+        assert done.stdout.startswith(folder), done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

@@ -21,17 +21,6 @@ def adopt_weights(model: Any, source: Any) -> None:
         model.set_fp8(fp8)
 
 
-def begin_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Initialize moments of zero for every parameter, for other optimizers to adopt."""
-    import torch
-
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
-            }
-
-
 def adopt_moments(optimizer: torch.optim.Optimizer, source: torch.optim.Optimizer) -> None:
     """Use the moments of another AdamW over the same parameters, with a separate step count."""
     import torch

@@ -8,8 +8,8 @@ torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from stepscope.acceleration.changes import compile_own
@@ -97,17 +97,6 @@ class TrainingStep(Subject):
 
         fast = self._precision.compute == "tf32"
         torch.set_float32_matmul_precision("high" if fast else "highest")
-
-    @contextmanager
-    def computing_in(self, dtype: str) -> Iterator[None]:
-        """Compute in another dtype on the same weights, whose dtype stays."""
-        before, self._precision = self._precision, precision(dtype)
-        self.set_matmul_precision()
-        try:
-            yield
-        finally:
-            self._precision = before
-            self.set_matmul_precision()
 
     def compile_model(self, how: str, mode: str, attention: fused_attention | None = None) -> None:
         if how == "no":
