@@ -62,8 +62,7 @@ def test_a_model_of_own_classes_trains_as_before(
     )
     # Losses of the first and the last step, in one line.
     assert plain.splitlines()[0] == fused.splitlines()[0]
-    for piece in ("gated MLP", "residual block", "RMSNorm", "head and loss"):
-        assert f"  {piece} " in fused
+    assert "on a CPU it is compiled on request only" in fused
     assert "accelerated" not in plain
 
 
