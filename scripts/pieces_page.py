@@ -20,7 +20,7 @@ Line = dict[str, Any]
 
 _KEPT_FOR = {
     "embedding": "its gradient is summed in a fixed order, so results are bitwise reproducible,"
-    " while the compiled one uses atomic additions; without a compiler it replaces torch's own.",
+    " while the compiled one uses atomic additions.",
     "swiglu": "the fused feed-forward uses it.",
 }
 """Reasons to keep a kernel that is not faster than the compiler's for every shape."""

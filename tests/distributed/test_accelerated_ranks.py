@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from small_decoder import Decoder, adamw, batch, decoder
 from stepscope.parallel import DDP, FSDP, World, launch
 
 STEPS = 4
+_numbers = itertools.count()
 Losses = list[float]
 
 
@@ -51,6 +53,7 @@ def trained(world: World, wrap: Callable[[Decoder], nn.Module], when: str) -> Lo
         assert all("not by fully_shard" in reason for reason in reasons)
     losses = []
     for step in range(STEPS):
+        world.step(next(_numbers))
         with torch.autocast("cpu", torch.bfloat16):
             loss = wrapped(*batch(10 * world.rank + step))
         loss.backward()

@@ -220,7 +220,7 @@ def test_a_llama_in_fp8_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=0.01)
     on = [name for name, why in report.fp8.decisions.items() if why is None]
     assert len(on) == 2 * 7
-    assert [left.name for left in report.left if left.piece == "fp8"] == ["lm_head"]
+    assert "lm_head" in [left.name for left in report.left if left.piece == "fp8"]
     for (name, a), b in zip(fused.named_parameters(), plain.parameters(), strict=True):
         assert a.grad is not None
         assert b.grad is not None

@@ -62,8 +62,7 @@ def test_a_model_of_own_classes_trains_as_before(
     )
     # Losses of the first and the last step, in one line.
     assert plain.splitlines()[0] == fused.splitlines()[0]
-    for piece in ("gated MLP", "residual block", "RMSNorm", "head and loss"):
-        assert f"  {piece} " in fused
+    assert "on a CPU it is compiled on request only" in fused
     assert "accelerated" not in plain
 
 
@@ -80,7 +79,7 @@ def test_an_accelerated_example_trains_as_before(
     for output in (plain, fused):
         assert re.search(r"^step [\d.]+ ms, [\d,]+ tokens/s$", output, re.MULTILINE)
         assert re.search(r"^peak memory [\d.]+ GiB$", output, re.MULTILINE)
-    assert "accelerated GPT:" in fused
+    assert "on a CPU it is compiled on request only" in fused
     assert "step: 0 CUDA graphs" in fused
 
 

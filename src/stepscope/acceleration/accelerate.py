@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from stepscope.acceleration.backend import PASSES
 from stepscope.acceleration.compiled import Compilation
 from stepscope.acceleration.forward_registry import add_layer, forward_below
-from stepscope.acceleration.report import FP8, Left, Report
+from stepscope.acceleration.left import Left
+from stepscope.acceleration.report import FP8, Report
 from stepscope.acceleration.sharded.fp8_gathers import gather_in_fp8
 from stepscope.acceleration.sharded.functions import ShardedFunctions
 from stepscope.acceleration.sharded.units import has_units, why_not_compiled

@@ -87,7 +87,7 @@ def difference(
     return differs(expected, actual, reference, {}, None, tolerance)
 
 
-def _drop(saved: Any) -> None:
+def _drop(saved: Any) -> Any:
     """Save nothing for a backward pass, which does not come. Without gradients, dropout would draw
     other numbers."""
     del saved

@@ -32,7 +32,7 @@ from stepscope.acceleration.choice import (
 )
 from stepscope.acceleration.comparison import FP8_TOLERANCE
 from stepscope.acceleration.forward_registry import Layer, add_layer, layer_owners
-from stepscope.acceleration.report import Left
+from stepscope.acceleration.left import Left
 from stepscope.acceleration.sharded.units import has_units
 from stepscope.acceleration.torch_internals import (
     compiled_apart,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from stepscope.acceleration.left import Left
 from stepscope.errors import some
 from stepscope.kernels.fp8.layers import Fp8Layers
 
@@ -17,16 +18,6 @@ FP8 = "fp8"
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 _MAX_NAMES = 3
-
-
-class Left(NamedTuple):
-    """What a pass, or all of `accelerate`, leaves as it is, and why."""
-
-    piece: str
-    """The pass, `compile`, `model` or `optimizer`."""
-    name: str
-    """Name of the module, or line of the program."""
-    reason: str
 
 
 class Report:

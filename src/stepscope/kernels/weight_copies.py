@@ -72,8 +72,6 @@ class WeightCopies:
         self.fp8 = fp8
         self.keeps = self.reads = keep
         """Whether copies are cached, and whether layers read them or cast in each call."""
-        self.suspends_fp8 = False
-        """True within `without_fp8`."""
         self._cached = None if cached is None else WeakTensorKeyDictionary()
         for weight in cached or ():
             assert self._cached is not None
@@ -106,21 +104,6 @@ class WeightCopies:
             yield
         finally:
             self.keeps, self.reads = before
-
-    @contextmanager
-    def without_fp8(self) -> Iterator[None]:
-        """Run all layers in the matmul dtype. Copies that were created for it are dropped at the
-        end: an optimizer would keep writing them."""
-        fp8, self.fp8 = self.fp8, None
-        before = set(self._groups)
-        self.suspends_fp8 = True
-        try:
-            yield
-        finally:
-            self.fp8, self.suspends_fp8 = fp8, False
-            for key in self._groups.keys() - before:
-                del self._groups[key]
-            self._index()
 
     def narrow(self, weights: Weights, dtype: torch.dtype) -> Weights:
         """Return what matmuls in that dtype read: the weights themselves if they have the dtype,

@@ -3,8 +3,6 @@ and those of one, which a step looks for in all modules of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -40,21 +38,4 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 def has_global_hooks() -> bool:
     """Return whether a call of any module does more than its forward."""
-    return any(_registries())
-
-
-@contextmanager
-def without_global_hooks() -> Iterator[None]:
-    """Call modules without them: probes are not calls of the program's modules."""
-    hooks = [(registry, registry.copy()) for registry in _registries()]
-    for registry, _ in hooks:
-        registry.clear()
-    try:
-        yield
-    finally:
-        for registry, before in hooks:
-            registry.update(before)
-
-
-def _registries() -> list[dict[int, Any]]:
-    return [getattr(of_torch, name) for name in _REGISTRIES]
+    return any(getattr(of_torch, name) for name in _REGISTRIES)

@@ -33,8 +33,8 @@ from stepscope.acceleration.forward_registry import (
     has_own_forward,
     layer_owners,
 )
+from stepscope.acceleration.left import Left
 from stepscope.acceleration.losses import without_cache
-from stepscope.acceleration.report import Left
 from stepscope.acceleration.sharded.choice import SharedChoice
 from stepscope.acceleration.sharded.deferred import computed
 from stepscope.acceleration.sharded.fp8_gathers import Fp8Gathers
