@@ -228,8 +228,9 @@ class CompiledFunction:
         """Return the modules whose forwards it runs."""
         return list(self._module.modules())
 
-    def _hooks_of(self, module: nn.Module) -> Iterator[Any]:
-        return (hook for name in _HOOKS for hook in vars(module)[name])
+    def _hooks_of(self, modules: Iterable[nn.Module]) -> tuple[int, ...]:
+        """Return the keys of the hooks of these modules."""
+        return tuple(hook for one in modules for name in _HOOKS for hook in vars(one)[name])
 
     def _must_run_as_it_is(self) -> bool:
         """Return whether this call has what Dynamo's guards do not see: hooks that were added
@@ -237,7 +238,7 @@ class CompiledFunction:
         if has_global_hooks() or transforms_active():
             return True
         modules = self._parts()
-        hooks = tuple(hook for one in modules for hook in self._hooks_of(one))
+        hooks = self._hooks_of(modules)
         if self._module not in self._hooks:
             self._hooks[self._module] = hooks
             if hooks:
