@@ -241,9 +241,11 @@ def test_what_one_rank_refuses_is_refused_on_all(two: Found) -> None:
 
 
 def saved_and_undone(world: World, folder: str) -> tuple[Result, dict[str, Any]]:
-    """Train, save, train on as all ranks do with one batch, and undo."""
+    """Train, observed, save, train on as all ranks do with one batch, and undo."""
     training = Training(world, CASES[SAVED], compile=FIXED)
+    observer = stepscope.Observer(f"{folder}-observed", trace=False)
     training.run(range(FEW_STEPS))
+    observer.close()
     result, report = training.result(), training.report
     assert report is not None
     model, optimizer = training.model, training.optimizer

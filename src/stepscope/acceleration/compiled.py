@@ -39,7 +39,7 @@ from stepscope.kernels.fp8.layers import Fp8Layers
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.torch_tools.capturing import is_capturing
 from stepscope.torch_tools.derivatives import transforms_active
-from stepscope.torch_tools.module_hooks import has_global_hooks
+from stepscope.torch_tools.module_hooks import OptionalHook, has_global_hooks
 from stepscope.version import __version__
 
 PIECE = "compile"
@@ -148,6 +148,7 @@ class Compilation:
             if self._forward is None:
                 # The model may have been sharded in the meantime.
                 self._forward = self.function(self._layers[0].below, (False,))
+                self._forward.within_hooks = True
             if not is_capturing():
                 self._forward.begin(args, kwargs)
             return self._forward(*args, **kwargs)
@@ -166,6 +167,9 @@ class Compilation:
 
 class CompiledFunction:
     """A function that calls the model, in the form that `begin` chose."""
+
+    within_hooks = False
+    """It is the forward of the model: hooks of the model run around it."""
 
     def __init__(
         self, compilation: Compilation, run: Callable[..., Any], graphs: Iterable[bool]
@@ -229,8 +233,14 @@ class CompiledFunction:
         return list(self._module.modules())
 
     def _hooks_of(self, modules: Iterable[nn.Module]) -> tuple[int, ...]:
-        """Return the keys of the hooks of these modules."""
-        return tuple(hook for one in modules for name in _HOOKS for hook in vars(one)[name])
+        """Return the keys of the hooks of these modules that compiled code must not leave out."""
+        return tuple(
+            key
+            for one in modules
+            for name in _HOOKS
+            for key, hook in vars(one)[name].items()
+            if not isinstance(hook, OptionalHook)
+        )
 
     def _must_run_as_it_is(self) -> bool:
         """Return whether this call has what Dynamo's guards do not see: hooks that were added
@@ -238,7 +248,7 @@ class CompiledFunction:
         if has_global_hooks() or transforms_active():
             return True
         modules = self._parts()
-        hooks = self._hooks_of(modules)
+        hooks = self._hooks_of(modules[1:] if self.within_hooks else modules)
         if self._module not in self._hooks:
             self._hooks[self._module] = hooks
             if hooks:
