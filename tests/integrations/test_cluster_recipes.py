@@ -41,19 +41,11 @@ def titan_losses(folder: Path, *words: str) -> tuple[list[float], str]:
     """Train a small Llama 3 in torchtitan on two ranks; return the losses and the log."""
     script = Path(__file__).with_name("torchtitan_on_cpu.py")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    config = ["--module", script.stem, "--config", "small"]
     done = subprocess.run(
-        [
-            sys.executable,
-            *torchrun,
-            str(script),
-            "--module",
-            script.stem,
-            "--config",
-            "small",
-            *words,
-        ],
+        [sys.executable, *torchrun, str(script), *config, *words],
         cwd=folder,
-        env=os.environ
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "XDG_CACHE_HOME": str(folder)},
         capture_output=True,
         text=True,

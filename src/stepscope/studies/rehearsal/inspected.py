@@ -81,7 +81,7 @@ def _memory(watched: ProgramRecord, parameters: int, shares: int) -> StepMemory 
         return None
     account = watched.account
     each = float(ELEMENT_BYTES * parameters) / shares
-    kept = (each, each, 0.0)
+    kept: tuple[float, ...] = (each, each, 0.0)
     if account is not None:
         lines = account.highest.lines
         kept = tuple(float(lines.get(name, 0)) for name in (PARAMETERS, GRADIENTS, OPTIMIZER))

@@ -49,18 +49,18 @@ def _buckets(facts: Facts) -> Change | Left | None:
     found = other_buckets(facts)
     if found is None:
         return Left("the size of its buckets does not explain what is not overlapped")
-    sweep, left = found
+    sweep, share = found
     each, best = 4 * facts.parameters / facts.messages / 2**20, sweep.best
-    if left >= _AS_GOOD:
+    if share >= _AS_GOOD:
         return Left(f"buckets of {each:.3g} MiB are as good as any")
-    gain_ms = (1 - left) * facts.exposed_ms
+    gain_ms = (1 - share) * facts.exposed_ms
     return Change(
         after=replace(facts.with_less_communication({"backward": gain_ms}), messages=0.0),
         title=f"{'larger' if best > each else 'smaller'} gradient buckets",
         gain_ms=gain_ms,
         why=f"{facts.exposed_ms:.3g} ms of communication are not overlapped; a step sends"
         f" {facts.messages:.3g} messages of {each:.3g} MiB, and a replay of it with {best:g} MiB"
-        f" leaves {left:.0%} of that",
+        f" leaves {share:.0%} of that",
         risk="numerics: none; larger buckets take more memory",
         lines=(f"DistributedDataParallel(model, bucket_cap_mb={best:g})",),
         setting={"bucket_mb": f"{best:g}"},
