@@ -134,12 +134,11 @@ def _with_blocks(program: Program, value: str) -> None:  # noqa: ARG001
 @setting("units", _PAIRS, without=_NO_CALL)
 def _with_pairs(program: Program, value: str) -> None:  # noqa: ARG001
     """Shard modules of one class in pairs, but the first: it may be the only one, as a model is.
-    The last waits for the second of its pair, for a call with another class, or the optimizer."""
-    import torch
+    A last one without another waits for the call with the model."""
+    from torch import nn
     from torch.distributed import fsdp
 
     plain: Any = fsdp.fully_shard
-    construct = torch.optim.Optimizer.__init__
     seen: set[type] = set()
     waiting: list[tuple[Any, dict[str, Any]]] = []
 
@@ -157,16 +156,10 @@ def _with_pairs(program: Program, value: str) -> None:  # noqa: ARG001
             program.applied["units"] += 1
             return module
         shard_waiting()
-        if kind in seen and isinstance(module, torch.nn.Module):
+        if kind in seen and isinstance(module, nn.Module):
             waiting.append((module, options))
             return module
         seen.add(kind)
         return plain(module, **options)
 
-    @functools.wraps(construct)
-    def init(*args: Any, **keywords: Any) -> None:
-        shard_waiting()
-        construct(*args, **keywords)
-
     fsdp.fully_shard = fully_shard
-    torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign]
