@@ -23,7 +23,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -330,10 +330,13 @@ class Turns:
         self._alive: dict[str, Built] = {}
         self._largest = 0.0
 
-    def lines(self) -> Iterator[dict[str, Any]]:
+    def lines(
+        self, known: Collection[int] = (), deadline: float = math.inf
+    ) -> Iterator[dict[str, Any]]:
+        """Yield a line per block, without those that are known; none begins after the deadline."""
         skipped: set[str] = set()
         for number, form in enumerate([*self._forms, *reversed(self._forms)]):
-            if form in skipped:
+            if form in skipped or number in known or time.monotonic() > deadline:
                 continue
             line = {"row": self._bench.row.name, "form": form, "block": number}
             try:

@@ -1,22 +1,26 @@
 """What FSDP2 costs on one rank, and what `accelerate(compile=True)` gains within it.
 
-    python benchmarks/fsdp2.py --out fsdp2.jsonl --minutes 20
-    python benchmarks/fsdp2.py --tiny --rounds 1           sizes for a CPU, over gloo
+    python benchmarks/fsdp2.py --out fsdp2.jsonl --minutes 3         as often as blocks are missing
+    python benchmarks/fsdp2.py --out fsdp2.jsonl --minutes 3 --fp8   weights gathered in FP8, too
+    python benchmarks/fsdp2.py --tiny --device cpu                   sizes for a CPU, over gloo
 
 One rank over NCCL gathers and reduces through the same code as many, without a link: the hooks,
-copies and streams of FSDP2 cost what they cost elsewhere. Each round measures every form twice in
-ABBA order, in blocks of consecutive steps in one process. A run continues the rounds in its file.
-Forms in FSDP2 gather in bfloat16 (`--policy bfloat16`), or in float32 under autocast as the others.
+copies and streams of FSDP2 cost what they cost elsewhere. A turn has one setting of
+`reshard_after_forward`, and each form twice in ABBA order, in blocks of consecutive steps. Each
+block is written when it is measured; a run begins with the first block that the file lacks, and
+begins none after `--minutes`. Forms in FSDP2 gather in bfloat16 (`--policy bfloat16`), or in
+float32 under autocast as the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +39,15 @@ BARE, OURS = "bare", "accelerate"
 FREED, KEPT = "reshard", "keep"
 """After the forward of a block its weights are freed, or kept for the backward pass."""
 FP8 = "-fp8"
-"""Accelerated, with weights gathered in FP8; of no default, since it needs a GPU with FP8."""
+"""Accelerated, with weights gathered in FP8: needs a GPU with FP8."""
 SHARDED = {
     f"fsdp2-{setting}{ending}": (setting, ending.removeprefix("-"))
     for setting in (FREED, KEPT)
     for ending in ("", "-compile-blocks", "-accelerate", FP8)
 }
 FORMS = (BARE, OURS, *SHARDED)
+MOST_ADDED = 0.02
+"""Of the step: what FSDP2 may add to the accelerated model beyond what it adds to the bare one."""
 POLICIES = ("bfloat16", "autocast")
 Line = dict[str, Any]
 
@@ -94,14 +100,29 @@ def _without_autocast(
     return run
 
 
-def rounds(bench: ShardedBench, args: argparse.Namespace, known: int) -> Iterator[Line]:
-    """Measure rounds until the time is up; the first is always measured."""
+def forms_of(setting: str, args: argparse.Namespace) -> list[str]:
+    """Return the forms of a turn."""
+    sharded = [form for form, (one, _) in SHARDED.items() if one == setting]
+    return [x for x in (BARE, OURS, *sharded) if x in args.forms]
+
+
+def measured(
+    bench: ShardedBench, args: argparse.Namespace, known: Sequence[Line]
+) -> Iterator[Line]:
+    """Measure the blocks that are missing until the time is up."""
     deadline = time.monotonic() + 60 * args.minutes
-    for number in range(known, args.rounds):
-        if number > known and time.monotonic() > deadline:
-            return
-        for line in Turns(bench, args.forms).lines():
-            yield line | {"round": number, "policy": args.policy}
+    for number, setting in itertools.product(range(args.rounds), args.settings):
+        forms, turn = forms_of(setting, args), f"{number} {setting}"
+        blocks = known_blocks(forms, [x for x in known if x["turn"] == turn])
+        for line in Turns(bench, forms).lines(blocks, deadline):
+            yield line | {"turn": turn, "policy": args.policy, "forms": args.forms}
+
+
+def known_blocks(forms: Sequence[str], lines: Sequence[Line]) -> set[int]:
+    """Return the blocks of a turn that are not measured again; a form that failed has no other."""
+    failed = {x["form"] for x in lines if "skipped" in x}
+    order = [*forms, *reversed(forms)]
+    return {x["block"] for x in lines} | {at for at, form in enumerate(order) if form in failed}
 
 
 def summary(lines: Sequence[Line]) -> dict[str, tuple[float, float]]:
@@ -120,14 +141,20 @@ def summary(lines: Sequence[Line]) -> dict[str, tuple[float, float]]:
 
 
 def judged(lines: Sequence[Line]) -> Iterator[str]:
-    """Say what FSDP2 adds to either form, and the ratio to compiled blocks in FSDP2."""
-    found = summary(lines)
-    for form, (ms, gib) in found.items():
-        yield f"{form:30} {ms:10.3f} ms {gib:8.2f} GiB"
+    """Say for each setting what FSDP2 adds to either form, and the ratio to compiled blocks."""
     for setting in (FREED, KEPT):
-        plain, blocks, ours = (
+        # A clock that falls changes all forms of a turn alike.
+        of_setting = [x for x in lines if x["turn"].endswith(f" {setting}")]
+        found = summary(of_setting)
+        for form, (ms, gib) in found.items():
+            blocks = sum(x["form"] == form for x in of_setting)
+            yield f"{setting:8} {form:30} {ms:10.3f} ms {gib:8.2f} GiB {blocks} blocks"
+        for one in of_setting:
+            if "skipped" in one:
+                yield f"{setting:8} {one['form']:30} failed: {one['skipped']}"
+        plain, blocks, ours, in_fp8 = (
             found.get(f"fsdp2-{setting}{ending}", (None, 0.0))[0]
-            for ending in ("", "-compile-blocks", "-accelerate")
+            for ending in ("", "-compile-blocks", "-accelerate", FP8)
         )
         if ours is None:
             continue
@@ -136,10 +163,13 @@ def judged(lines: Sequence[Line]) -> Iterator[str]:
             share = (added[0] - added[1]) / found[OURS][0]
             yield (
                 f"{setting}: FSDP2 adds {added[0]:.3f} ms to the accelerated model,"
-                f" {added[1]:.3f} ms to the bare one: {share:+.2%} of the step"
+                f" {added[1]:.3f} ms to the bare one: {share:+.2%} of the step,"
+                f" {'within' if share <= MOST_ADDED else 'above'} {MOST_ADDED:.0%}"
             )
         if blocks is not None:
             yield f"{setting}: {blocks / ours:.3f}x the speed of compiled blocks in FSDP2"
+        if in_fp8 is not None:
+            yield f"{setting}: {ours / in_fp8:.3f}x with weights gathered in FP8"
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -148,25 +178,28 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--forms", nargs="+", choices=FORMS, default=[one for one in FORMS if not one.endswith(FP8)]
     )
+    parser.add_argument("--fp8", action="store_true", help="the forms that gather in FP8, too")
+    parser.add_argument("--settings", nargs="+", choices=(FREED, KEPT), default=[FREED, KEPT])
     parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0])
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a block")
-    parser.add_argument("--minutes", type=float, default=25.0, help="no round begins after that")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds in the file at the end")
+    parser.add_argument("--minutes", type=float, default=25.0, help="no block begins after that")
+    parser.add_argument("--rounds", type=int, default=1, help="turns of a setting at the end")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="file for one JSON line per block")
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    if args.fp8:
+        args.forms = list(dict.fromkeys([*args.forms, *(x for x in FORMS if x.endswith(FP8))]))
+    return args
 
 
 def recorded(args: argparse.Namespace) -> list[Line]:
-    """Return the lines of an earlier run with the same settings, without an unfinished round."""
+    """Return the lines of earlier runs of this row, policy and set of forms."""
     if args.out is None or not args.out.exists():
         return []
-    lines: Iterable[Line] = map(json.loads, args.out.read_text().splitlines())
-    same = [x for x in lines if (x["row"], x["policy"]) == (args.row, args.policy)]
-    blocks = 2 * len(args.forms) - 1
-    last = {x["round"] for x in same if x["block"] == blocks}
-    return [x for x in same if x["round"] in last]
+    lines = map(json.loads, args.out.read_text().splitlines())
+    asked = {"row": args.row, "policy": args.policy, "forms": args.forms}
+    return [x for x in lines if asked.items() <= x.items()]
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -175,9 +208,8 @@ def main(words: Sequence[str] | None = None) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         lines = recorded(args)
-        known = 1 + max((line["round"] for line in lines), default=-1)
         bench = ShardedBench(ROWS[args.row], args)
-        lines += written(args, rounds(bench, args, known))
+        lines += written(args, measured(bench, args, tuple(lines)))
     finally:
         dist.destroy_process_group()
     print("\n".join(judged(lines)))

@@ -22,9 +22,8 @@ from typing import NamedTuple
 
 from stepscope.analysis.rehearsal.cluster import Cluster, Wire, make_cluster
 from stepscope.analysis.rehearsal.memory import StepMemory, memory_per_rank
-from stepscope.analysis.rehearsal.recording import Recording
+from stepscope.analysis.rehearsal.recording import Recording, even_recording
 from stepscope.analysis.rehearsal.sharded import replay_fsdp
-from stepscope.studies.rehearsal.inspected import even_recording
 
 UPDATE_BYTES, BANDWIDTH = 28, 2.4e9
 """Bytes that an update moves per parameter, and bytes per millisecond."""

@@ -28,9 +28,11 @@ _SHARDED_FORMS = {
     "fsdp2-reshard": "FSDP2",
     "fsdp2-reshard-compile-blocks": "FSDP2, compiled blocks",
     "fsdp2-reshard-accelerate": "FSDP2, accelerated",
+    "fsdp2-reshard-fp8": "FSDP2, accelerated, gathered in FP8",
     "fsdp2-keep": "FSDP2, weights kept",
     "fsdp2-keep-compile-blocks": "FSDP2, weights kept, compiled blocks",
     "fsdp2-keep-accelerate": "FSDP2, weights kept, accelerated",
+    "fsdp2-keep-fp8": "FSDP2, weights kept, accelerated, gathered in FP8",
 }
 _MODELS = {
     "hf_llama_1b": "Hugging Face Llama 1B, 4 × 2048",

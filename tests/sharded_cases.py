@@ -144,45 +144,68 @@ def loss_of(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     return loss * 1.0
 
 
+class Training:
+    """Training as one of several ranks; `accelerated` goes to `accelerate`, if there is any."""
+
+    def __init__(self, world: World, case: Case, **accelerated: Any) -> None:
+        torch._dynamo.reset()
+        self._world, self._case = world, case
+        model = decoder(tied=False, reentrant=case.reentrant).to(world.device)
+        self.report = (
+            stepscope.accelerate(model, **accelerated) if case.before and accelerated else None
+        )
+        self.model: Any = case.wrap(model, world)
+        self.optimizer = adamw(self.model)
+        if accelerated and not case.before:
+            self.report = stepscope.accelerate(self.model, self.optimizer, **accelerated)
+        self._step: Any = None
+        if case.train_step:
+            self._step = stepscope.TrainStep(
+                self.model, self.optimizer, loss_fn=loss_of, graph="off"
+            )
+        self._result = Result([], [], {})
+
+    def run(self, numbers: range) -> None:
+        for number in numbers:
+            self._world.step(number)
+            batches = [
+                batch(self._case, number * self._case.accumulate + part, self._world.rank,
+                      self._world.device)
+                for part in range(self._case.accumulate)
+            ]  # fmt: skip
+            if self._step is not None:
+                self._result.losses.append(sum(float(self._step(ids)) for ids in batches))
+            else:
+                self._run_step(batches)
+
+    def _run_step(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        total = 0.0
+        for part, ids in enumerate(batches):
+            with _synchronized(self.model, last=part == len(batches) - 1):
+                loss = self.model(*ids) / len(batches)
+                loss.backward()
+            total += float(loss.detach())
+        self._result.losses.append(total)
+        self._result.norms.append(_norm(self.model))
+        if self._case.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._case.max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def result(self) -> Result:
+        parameters = {
+            name.replace("_checkpoint_wrapped_module.", "").removeprefix("module."): x.detach()
+            for name, x in self.model.named_parameters()
+        }
+        self._result.parameters = {name: _whole(x) for name, x in parameters.items()}
+        self._result.report = str(self.report)
+        return self._result
+
+
 def trained(world: World, case: Case, steps: int = STEPS, **accelerated: Any) -> Result:
-    """Train as one of several ranks; `accelerated` goes to `accelerate`, if there is any."""
-    torch._dynamo.reset()
-    model = decoder(tied=False, reentrant=case.reentrant).to(world.device)
-    report = stepscope.accelerate(model, **accelerated) if case.before and accelerated else None
-    wrapped: Any = case.wrap(model, world)
-    optimizer = adamw(wrapped)
-    if accelerated and report is None:
-        report = stepscope.accelerate(wrapped, optimizer, **accelerated)
-    step = None
-    if case.train_step:
-        step = stepscope.TrainStep(wrapped, optimizer, loss_fn=loss_of, graph="off")
-    result = Result([], [], {})
-    for number in range(steps):
-        world.step(number)
-        loss = 0.0
-        for part in range(case.accumulate):
-            ids = batch(case, number * case.accumulate + part, world.rank, world.device)
-            if step is not None:
-                loss += float(step(ids))
-                continue
-            last = part == case.accumulate - 1
-            with _synchronized(wrapped, last):
-                one = wrapped(*ids) / case.accumulate
-                one.backward()
-            loss += float(one.detach())
-        result.losses.append(loss)
-        if step is None:
-            result.norms.append(_norm(wrapped))
-            if case.max_norm is not None:
-                nn.utils.clip_grad_norm_(wrapped.parameters(), case.max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-    result.parameters = {
-        name.replace("_checkpoint_wrapped_module.", "").removeprefix("module."): _whole(x.detach())
-        for name, x in wrapped.named_parameters()
-    }
-    result.report = str(report)
-    return result
+    training = Training(world, case, **accelerated)
+    training.run(range(steps))
+    return training.result()
 
 
 def _synchronized(wrapped: Any, last: bool) -> Any:

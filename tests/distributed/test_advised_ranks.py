@@ -26,8 +26,6 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
 if sys.argv[1] == "fsdp2":
-    for block in model:
-        fully_shard(block)
     fully_shard(model)
 else:
     model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
@@ -43,8 +41,8 @@ for step in range(100_000):
     optimizer.zero_grad()
     if step == 2 and dist.get_rank() == 0:
         if sys.argv[1] == "fsdp2":
-            states = [one._get_fsdp_state() for one in model]
-            seen = [len(one._states_to_forward_prefetch) for one in states]
+            units = [one for one in model.modules() if hasattr(one, "_get_fsdp_state")]
+            seen = [len(one._get_fsdp_state()._states_to_forward_prefetch) for one in units]
         else:
             seen = [model.bucket_bytes_cap >> 20, model.static_graph]
             seen.append(model.gradient_as_bucket_view)
@@ -82,7 +80,12 @@ def measured(*words: str, **setting: str) -> Measurement:
             [25, False, False],
             [3, True, True],
         ),
-        ("fsdp2", {"reshard": "no", "prefetch": "2"}, [0] * 4, [2, 2, 1, 0]),
+        (
+            "fsdp2",
+            {"units": "blocks", "reshard": "no", "prefetch": "2"},
+            [0],
+            [2, 2, 2, 1, 0],
+        ),
     ],
 )
 def test_options_of_wrappers_are_changed_on_all_ranks(

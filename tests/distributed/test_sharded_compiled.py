@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sharded_cases
 import stepscope
-from sharded_cases import CASES, FIXED, FOUR, STEPS, Case, Result, alone, batch, trained
+from sharded_cases import CASES, FIXED, FOUR, STEPS, Case, Result, Training, alone, batch, trained
 from small_decoder import Decoder, adamw, decoder
 from stepscope.acceleration import choice, compiled
 from stepscope.parallel import Limits, World, launch
@@ -27,7 +27,8 @@ LIMITS = Limits(start=300.0, step=300.0, beat=120.0, total=3600.0)
 CPU = torch.device("cpu")
 Results = dict[str, Result]
 Found = tuple[Path, list[dict[str, Any]]]
-MAIN = ("accumulation and clipping", "DDP with views")
+SAVED = "accumulation and clipping"
+MAIN = (SAVED, "DDP with views")
 REST = tuple(sorted(set(CASES) - set(MAIN)))
 FEW_STEPS = 8
 """AdamW divides by the size of gradients: in these steps a wrong one moves the losses apart."""
@@ -41,20 +42,21 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def train_all(world: World, cases: dict[str, Case]) -> Results:
-    return {name: trained(world, case, FEW_STEPS, compile=FIXED) for name, case in cases.items()}
+def train_all(world: World, cases: dict[str, Case], steps: int) -> Results:
+    return {name: trained(world, case, steps, compile=FIXED) for name, case in cases.items()}
 
 
 @cache
 def expected(
-    accumulate: int, max_norm: float | None, varied: bool, ranks: int, steps: int = FEW_STEPS
+    accumulate: int, max_norm: float | None, varied: bool, ranks: int, steps: int
 ) -> list[Result]:
     """What the plain model sees in one process."""
     return alone(Case(sharded_cases.fsdp2, accumulate, max_norm, varied=varied), ranks, CPU, steps)
 
 
 def require_as_alone(ranks: list[Results], name: str, case: Case) -> None:
-    alone = expected(case.accumulate, case.max_norm, case.varied, len(ranks))
+    steps = len(ranks[0][name].losses)
+    alone = expected(case.accumulate, case.max_norm, case.varied, len(ranks), steps)
     for rank, wanted in zip(ranks, alone, strict=True):
         found, tolerance = rank[name], case.tolerance
         assert found.losses == pytest.approx(wanted.losses, rel=tolerance), name
@@ -78,12 +80,12 @@ def require_passes(name: str, report: str) -> None:
 @pytest.mark.thorough
 def test_the_other_cases_train_as_one_process_does() -> None:
     cases = {name: CASES[name] for name in REST}
-    require_cases(launch(train_all, (cases,), ranks=2, limits=LIMITS), cases)
+    require_cases(launch(train_all, (cases, STEPS), ranks=2, limits=LIMITS), cases)
 
 
 @pytest.mark.thorough
 def test_four_ranks_train_as_one_process_does() -> None:
-    four = launch(train_all, (FOUR,), ranks=4, limits=LIMITS)
+    four = launch(train_all, (FOUR, STEPS), ranks=4, limits=LIMITS)
     for name, case in FOUR.items():
         require_as_alone(four, name, case)
 
@@ -106,9 +108,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def found(world: World, folder: str) -> dict[str, Any]:
+    saved, undo = saved_and_undone(world, folder)
+    others = {name: CASES[name] for name in MAIN if name != SAVED}
     return {
-        "trained": train_all(world, {name: CASES[name] for name in MAIN}),
-        "undo": saved_and_undone(world, folder),
+        "trained": train_all(world, others, FEW_STEPS) | {SAVED: saved},
+        "undo": undo,
         "choice": chosen(world),
         "refusal": refused_on_one_rank(world),
         "tensor parallel": tensor_parallel(world),
@@ -123,17 +127,18 @@ def test_two_ranks_train_as_one_process_does(two: Found) -> None:
 
 
 def save(world: World, folder: str) -> list[float]:
-    """Train three steps without `accelerate`, save, and return the losses of three more."""
-    return saved(world, *prepared(world, accelerated=False), folder)
+    """Train a step without `accelerate`, save, and return the losses of three more."""
+    model, optimizer = prepared(world, accelerated=False)
+    some_steps(world, model, optimizer, range(1))
+    return saved(world, model, optimizer, folder)
 
 
 def saved(
     world: World, model: nn.Module, optimizer: torch.optim.Optimizer, folder: str
 ) -> list[float]:
-    some_steps(world, model, optimizer, range(3))
     states = get_state_dict(model, optimizer)
     checkpoint.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
-    return some_steps(world, model, optimizer, range(3, 6))
+    return some_steps(world, model, optimizer, range(3))
 
 
 def load(world: World, folder: str) -> list[float]:
@@ -149,7 +154,7 @@ def loaded(world: World, folder: str, accelerated: bool) -> list[float]:
     set_state_dict(
         model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
     )
-    return some_steps(world, model, optimizer, range(3, 6))
+    return some_steps(world, model, optimizer, range(3))
 
 
 def prepared(world: World, accelerated: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -235,19 +240,23 @@ def test_what_one_rank_refuses_is_refused_on_all(two: Found) -> None:
         assert "head and loss         1 × no logits" in rank["refusal"]
 
 
-def saved_and_undone(world: World, folder: str) -> dict[str, Any]:
-    torch._dynamo.reset()
-    model = sharded_cases.fsdp2(decoder(tied=False), world)
-    kinds = [type(one) for one in model.modules()]
-    optimizer = adamw(model)
-    report = stepscope.accelerate(model, optimizer, compile=FIXED)
+def saved_and_undone(world: World, folder: str) -> tuple[Result, dict[str, Any]]:
+    """Train, observed, save, train on as all ranks do with one batch, and undo."""
+    training = Training(world, CASES[SAVED], compile=FIXED)
+    observer = stepscope.Observer(f"{folder}-observed", trace=False)
+    training.run(range(FEW_STEPS))
+    observer.close()
+    result, report = training.result(), training.report
+    assert report is not None
+    model, optimizer = training.model, training.optimizer
     with torch.no_grad():
-        evaluated = float(model(*batch(CASES["weights kept"], 0, 0, world.device)))
+        evaluated = float(model(*batch(CASES[SAVED], 0, 0, world.device)))
     continued = saved(world, model, optimizer, folder)
     report.undo()
-    return {
+    return result, {
         "saved": continued,
-        "same classes": [type(one) for one in model.modules()] == kinds,
+        "same classes": [type(one) for one in model.modules()]
+        == [type(one) for one in sharded_cases.fsdp2(decoder(tied=False), world).modules()],
         "forwards": [name for name, one in model.named_modules() if "forward" in vars(one)],
         "losses": some_steps(world, model, optimizer, range(6, 8)),
         "evaluated": evaluated,

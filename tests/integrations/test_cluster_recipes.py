@@ -1,9 +1,10 @@
-"""The recipes of examples/ that need other libraries: the Trainer with FSDP2, and a Kubernetes
-job."""
+"""The recipes of examples/ that need other libraries: the Trainer with FSDP2, torchtitan, and a
+Kubernetes job."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,48 @@ def test_the_trainer_with_fsdp2_on_two_ranks(tmp_path: Path) -> None:
     for one in ranks:
         assert one.steps[-1].step == 40
         assert any(wait.collective == "all_gather" for wait in one.steps[-1].waits)
+
+
+def titan_losses(folder: Path, *words: str) -> tuple[list[float], str]:
+    """Train a small Llama 3 in torchtitan on two ranks; return the losses and the log."""
+    script = Path(__file__).with_name("torchtitan_on_cpu.py")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    config = ["--module", script.stem, "--config", "small"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(script), *config, *words],
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "XDG_CACHE_HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log
+    losses = {
+        int(step): float(loss) for step, loss in re.findall(r"step: +(\d+) +loss: +(\S+)", log)
+    }
+    return [losses[step] for step in sorted(losses)], log
+
+
+def test_torchtitan_with_overrides_on_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan", reason="the example needs torchtitan")
+    expected, _ = titan_losses(tmp_path)
+    options = '{"compile": {"compiler": "aot_eager", "form": "compiled with passes"}}'
+    found, log = titan_losses(
+        tmp_path,
+        "--override.imports",
+        f"torchtitan_stepscope.accelerated={options}",
+        "torchtitan_stepscope.observed",
+    )
+    assert len(found) == 12
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert found[-1] < found[0]
+    assert re.search(r"units +2 × Llama3TransformerBlock\s+attention +1 × SDPA, causal", log)
+    assert "compile  " not in log
+    ranks = read_folder(tmp_path / "stepscope-out" / "observer")
+    assert [one.start.rank for one in ranks] == [0, 1]
+    assert all(one.steps[-1].step == 12 for one in ranks)
 
 
 def test_the_kubernetes_job_starts_the_ranks_of_two_pods() -> None:

@@ -320,6 +320,36 @@ def test_a_model_with_hooks_stays_as_it_is() -> None:
     assert any("have hooks" in x.reason for x in report.left)
 
 
+def test_hooks_of_the_model_itself_run_around_its_compiled_forward() -> None:
+    original, changed, report = pair(Model())
+    same(original, changed, ids_of())
+    seen: list[float] = []
+    for model in (original, changed):
+        model.register_forward_hook(lambda _, __, output: seen.append(output.item()) or 2 * output)
+    same(original, changed, ids_of(9, 1))
+    assert seen[0] == pytest.approx(seen[1], rel=1e-4)
+    assert not any("hooks" in x.reason for x in report.left)
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_an_observer_leaves_the_model_compiled(in_step: bool, tmp_path: Path) -> None:
+    """It marks where each forward begins, which compiled code leaves out."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    report = stepscope.accelerate(model, optimizer, compile=FIXED)
+    step = stepscope.TrainStep(model, optimizer, loss_fn=lambda model, ids: model(ids) * 1.0)
+    observer = stepscope.Observer(tmp_path, trace=False)
+    for _ in range(4):
+        if in_step:
+            step(ids_of())
+        else:
+            model(ids_of()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    observer.close()
+    assert not any("hooks" in x.reason for x in report.left), report
+
+
 # Outputs
 
 

@@ -326,16 +326,14 @@ def test_advice_for_several_ranks() -> None:
         peak_bytes=4 << 30,
     )
     by_code = {one.code: one for one in advise(job)}
-    # 400 MB of gradients in 8 messages: half the size ends half as late.
-    assert by_code["bucket-size"].gain_ms == 10.0
-    assert by_code["bucket-size"].lines == ("DistributedDataParallel(model, bucket_cap_mb=24)",)
+    # 400 MB of gradients in 8 messages; of 64, the last one ends an eighth as late.
+    assert by_code["bucket-size"].gain_ms > 15.0
+    assert by_code["bucket-size"].lines == ("DistributedDataParallel(model, bucket_cap_mb=10)",)
     # Three quarters of the state move to other ranks; that costs time, so it must save memory.
     assert "sharded-optimizer" not in by_code
     hidden = {one.code: one for one in advise(msgspec.structs.replace(job, exposed_ms=0.0))}
     assert hidden["sharded-optimizer"].gain_bytes == 600_000_000
     assert hidden["sharded-optimizer"].gain_ms == 3.0
-    many = {one.code: one for one in advise(msgspec.structs.replace(job, messages=400.0))}
-    assert many["bucket-size"].title == "larger gradient buckets"
     assert gains(msgspec.structs.replace(job, ranks=1)) == {}
 
 

@@ -16,7 +16,7 @@ EXAMPLES = [FOLDER / f"{name}.py" for name in ("nano_gpt", "slow", "vit")]
 OWN_CLASSES = FOLDER / "cs336_lm.py"
 OF_OTHER_LIBRARIES = {
     *("hf_fsdp2", "hf_llama", "hf_trainer", "lightning_gpt", "timm_vit"),
-    *("callbacks_accelerate", "callbacks_hf", "callbacks_lightning"),
+    *("callbacks_accelerate", "callbacks_hf", "callbacks_lightning", "torchtitan_stepscope"),
 }
 """Run by tests/integrations: test_accelerated_examples.py, test_callbacks.py and
 test_cluster_recipes.py."""

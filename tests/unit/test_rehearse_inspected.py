@@ -6,13 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from stepscope.analysis.rehearsal.memory import StepMemory, memory_per_rank
+from stepscope.analysis.rehearsal.recording import even_recording
+from stepscope.analysis.trace.summary import LedgerLine
 from stepscope.cli import main
 from stepscope.records.jsonl import read_records
-from stepscope.studies.rehearsal.inspected import even_recording, inspected_subject
+from stepscope.records.sharing import Sharing
+from stepscope.studies.rehearsal.inspected import inspected_subject
 from stepscope.studies.rehearsal.subject import Subject
+from stepscope.views.program.rows import ProgramRecord
 from stepscope.views.program.setting import setting_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -38,6 +43,40 @@ def test_the_phases_add_up_to_the_timed_step() -> None:
     assert setting is not None
     assert len(found.recording.gradients) == sum(one.tensors for one in setting.optimizers)
     assert not found.gradients_timed
+
+
+def test_a_rank_of_several_is_rehearsed_by_what_it_computes() -> None:
+    """A tenth of its step waits for others, and FSDP2 leaves it an eighth of the parameters."""
+    (record,) = (one for one in read_records(GPT) if one.study == "inspect")
+    summary, setting = ProgramRecord(record).summary, setting_of(record)
+    alone = subject()
+    assert summary is not None
+    assert setting is not None
+    assert alone.memory is not None
+    waits = LedgerLine(phase="backward", kind="communication", ms=0.1 * summary.wall_ms)
+    phases = summary.phases | {"backward": summary.phases["backward"] + waits.ms}
+    sharing = Sharing(kind="fsdp2", units=4)
+    notes = {
+        "profile": replace(
+            summary, phases=phases, lines=(*summary.lines, waits), steps=(1.1 * summary.wall_ms,)
+        ),
+        "setting": replace(setting, sharing=sharing),
+    }
+    rank = replace(
+        record,
+        config=record.config | {"ranks": 8},
+        attachments=record.attachments | {name: to_builtins(one) for name, one in notes.items()},
+    )
+    found = inspected_subject(rank)
+    assert found is not None
+    assert found.memory is not None
+    for one, alike in (("forward_ms", 1.0), ("backward_ms", 1.0), ("optimizer_ms", 8.0)):
+        expected = alike * getattr(alone.recording, one) / 1.1
+        assert getattr(found.recording, one) == pytest.approx(expected, rel=1e-6), one
+    assert found.memory.kept == pytest.approx(8 * alone.memory.kept)
+    assert found.memory.peak - found.memory.kept == pytest.approx(
+        alone.memory.peak - alone.memory.kept
+    )
 
 
 def test_even_gradients_cover_all_parameters_the_last_ones_first() -> None:

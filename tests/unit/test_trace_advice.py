@@ -29,12 +29,15 @@ def codes(advice: TraceAdvice) -> list[str]:
 def matmuls(
     device: str = "NVIDIA H200", end: float = 9_990.0, communication: float = 0.0
 ) -> Summary:
-    """A step of 10 ms with one float32 matmul, launched in time, then an all-reduce."""
+    """A step of 10 ms with one float32 matmul, launched in time, then an all-reduce, if any, after
+    which the matmul is one of the backward pass."""
     trace = ChromeTrace()
     trace.device["name"] = device
     for step in range(3):
         at = 10_000.0 * step
         trace.range(f"ProfilerStep#{step}", at, at + 10_000)
+        if communication:
+            trace.operator("autograd::engine::evaluate_function: MmBackward0", at + 1, at + 20)
         trace.operator("aten::mm", at + 1, at + 20)
         trace.kernel(SGEMM, at + 20, at + end, launch=(at + 5, at + 10))
         if communication:
@@ -94,7 +97,8 @@ def test_exposed_communication_of_several_ranks() -> None:
     assert "bucket-size" not in codes(advise_from_trace(summary))
     advice = advise_from_trace(summary, ranks=8, sent=400 << 20)
     buckets = next(one for one in advice.advice if one.code == "bucket-size")
-    assert buckets.gain_ms == pytest.approx(1.5)
+    # 64 messages instead of one, of which the last ends after the pass.
+    assert 2.5 < buckets.gain_ms < 3.0
 
 
 def test_messages_of_unknown_size_have_no_advice_on_buckets() -> None:

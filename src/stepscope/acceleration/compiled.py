@@ -155,6 +155,7 @@ class Compilation:
             if self._forward is None:
                 # The model may have been sharded in the meantime.
                 self._forward = self.function(self._layers[0].below, (False,))
+                self._forward.within_hooks = True
             if not is_capturing():
                 self._forward.begin(args, kwargs)
             return self._forward(*args, **kwargs)
@@ -173,6 +174,9 @@ class Compilation:
 
 class CompiledFunction:
     """A function that calls the model, in the form that `begin` chose."""
+
+    within_hooks = False
+    """It is the forward of the model: hooks of the model run around it."""
 
     def __init__(
         self, compilation: Compilation, run: Callable[..., Any], graphs: Iterable[bool]
@@ -235,8 +239,9 @@ class CompiledFunction:
         """Return the modules whose forwards it runs."""
         return modules_of(self._module)
 
-    def _hooks_of(self, module: nn.Module) -> list[Any]:
-        return hooks_of(module)
+    def _hooks_of(self, modules: Iterable[nn.Module]) -> tuple[int, ...]:
+        """Return the keys of the hooks of these modules that compiled code must not leave out."""
+        return tuple(key for one in modules for key in hooks_of(one))
 
     def _must_run_as_it_is(self) -> bool:
         """Return whether this call has what Dynamo's guards do not see: hooks that were added
@@ -244,7 +249,7 @@ class CompiledFunction:
         if has_global_hooks() or transforms_active():
             return True
         modules = self._parts()
-        hooks = tuple(hook for one in modules for hook in self._hooks_of(one))
+        hooks = self._hooks_of(modules[1:] if self.within_hooks else modules)
         if self._module not in self._hooks:
             self._hooks[self._module] = hooks
             if hooks:

@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-
-class Hook:
-    """Forwards calls to a callback, in the model where it was registered.
-
-    In a copy of that model, and in a model that was saved and loaded, a builtin that does nothing
-    replaces it: the file can be loaded where stepscope is not installed.
-    """
-
-    def __init__(self, callback: Callable[..., None]) -> None:
-        self._callback = callback
-
-    def __call__(self, *given: Any) -> None:
-        self._callback(*given)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Both `copy` and `pickle` use this method.
-        return getattr, (nullcontext(), "__exit__")
+from stepscope.torch_tools.module_hooks import Hook
 
 
 def around_calls(

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from stepscope.measure.hooks import Hook, around_calls
+from stepscope.measure.hooks import around_calls
+from stepscope.torch_tools.module_hooks import OptionalHook
 
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module")
 """Attributes of the wrapped module in torch.compile, DDP and FSDP."""
@@ -264,9 +265,9 @@ def hooked_roots(models: Sequence[torch.nn.Module], enter: Any, leave: Any) -> E
 
 
 def before_calls(models: Sequence[torch.nn.Module], enter: Callable[..., None]) -> list[Any]:
-    """Call `enter` before each call of a model, unless it is compiled in place; return handles."""
+    """Call `enter` before each call of a model that is not compiled code; return handles."""
     hooked = (model for model in models if not _compiled_in_place(model))
-    return [model.register_forward_pre_hook(Hook(enter), prepend=True) for model in hooked]
+    return [model.register_forward_pre_hook(OptionalHook(enter), prepend=True) for model in hooked]
 
 
 def hooked_calls(modules: Sequence[torch.nn.Module], enter: Any, leave: Any) -> ExitStack:

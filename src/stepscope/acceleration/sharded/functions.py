@@ -91,7 +91,7 @@ class ShardedFunctions:
         key = unit if has_own_forward(unit) else (*_kind_of(unit), str(policy))
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            traced = torch.compiler.is_compiling() or is_traced((args, kwargs))
+            traced = torch.compiler.is_compiling() or is_traced(args, kwargs)
             if self.leading is None or not torch.is_grad_enabled() or traced:
                 return self._layers[module].below(*args, **kwargs)
             form = AS_IT_IS if self.leading.is_recorded else self.leading.kind
@@ -151,11 +151,12 @@ class _ShardedFunction(CompiledFunction):
         return compiled_apart(self._run, graphs, fullgraph=bool(self._calls()))
 
     def _parts(self) -> list[nn.Module]:
-        return list(own_modules(self._module))
+        return own_modules(self._module)
 
-    def _hooks_of(self, module: nn.Module) -> list[Any]:
-        found = super()._hooks_of(module)
-        return [hook for hook in found if hook not in hooks_of_fsdp(module)] if found else found
+    def _hooks_of(self, modules: Iterable[nn.Module]) -> tuple[int, ...]:
+        # No other of its modules is a unit.
+        of_fsdp = hooks_of_fsdp(self._module)
+        return tuple(hook for hook in super()._hooks_of(modules) if hook not in of_fsdp)
 
     def _end_choice(self) -> None:
         """The other functions may still run compiled: see `Sharded.agree`."""
@@ -263,7 +264,7 @@ class WholeFunction(_ShardedFunction):
 
     def _through_hooks(self, args: Any, kwargs: Any) -> Any:
         """Run a loss function within the hooks of the model, where head and loss can be fused."""
-        if self._hooks_of(self._module):
+        if self._hooks_of([self._module]):
             # They expect the inputs and the output of the model.
             return self._run(*args, **kwargs)
         self._owner.in_hooks = self

@@ -78,12 +78,12 @@ class UnitCalls:
         """Let calls of the units be single operators."""
         before = {unit: type(unit) for unit in self._numbers}
         for unit, kind in self._classes.items():
-            unit.__class__ = kind
+            _become(unit, kind)
         try:
             yield
         finally:
             for unit, known in before.items():
-                unit.__class__ = known
+                _become(unit, known)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -146,11 +146,11 @@ def bare(unit: nn.Module) -> Iterator[None]:
     kind = type(unit)
     if kind not in _bare_classes:
         _bare_classes[kind] = _class_with(kind, _forward)
-    unit.__class__ = _bare_classes[kind]
+    _become(unit, _bare_classes[kind])
     try:
         yield
     finally:
-        unit.__class__ = kind
+        _become(unit, kind)
 
 
 _bare_classes: dict[type, type] = {}
@@ -158,6 +158,12 @@ _bare_classes: dict[type, type] = {}
 
 def _forward(unit: Any, *args: Any, **kwargs: Any) -> Any:
     return unit.forward(*args, **kwargs)
+
+
+def _become(unit: nn.Module, kind: type) -> None:
+    """Change the class of a unit, in each step: a module's own assignment looks for parameters,
+    buffers and modules first."""
+    object.__setattr__(unit, "__class__", kind)
 
 
 def _class_with(kind: type, call: Callable[..., Any]) -> type:
@@ -216,9 +222,13 @@ def defer_masks(module: GraphModule) -> None:
     module.recompile()
 
 
-def is_traced(arguments: Any) -> bool:
-    """Return whether a graph around this call is traced: on fake tensors."""
-    return any(map(is_fake, tree_leaves(arguments)))
+def is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a graph around this call is traced: on fake tensors, which no call mixes with
+    others."""
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, Tensor):
+            return is_fake(one)
+    return any(map(is_fake, tree_leaves((args, kwargs))))
 
 
 def _kind(leaf: Any) -> Any:
@@ -238,11 +248,11 @@ def _call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tape.next()
     unit = _units[number]
     kind = type(unit)
-    unit.__class__ = kind.__bases__[0]
+    _become(unit, kind.__bases__[0])
     try:
         output = unit(*args, **kwargs)
     finally:
-        unit.__class__ = kind
+        _become(unit, kind)
     if tape is not None:
         tape.outputs.append(tree_map(_as_leaf, output))
     return output

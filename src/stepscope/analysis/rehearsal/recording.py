@@ -13,6 +13,10 @@ from stepscope.records.schema import Part, Record, Series
 NOTE = "recording"
 """Name of the record attachment with the gradients."""
 PHASES = ("forward", "backward", "optimizer")
+EVEN_GRADIENTS = 64
+"""Gradients of a step of which only the number of parameters is known."""
+ELEMENT_BYTES = 4
+"""Of a gradient in float32."""
 
 
 class ReadyTimes(Part, frozen=True):
@@ -112,6 +116,34 @@ class Recording(Part, frozen=True):
             optimizer_ms=update * self.optimizer_ms,
             gradients=tuple(Gradient(item=g.item, ready=passes * g.ready) for g in self.gradients),
         )
+
+
+def even_recording(
+    forward_ms: float,
+    backward_ms: float,
+    optimizer_ms: float,
+    parameters: int,
+    gradients: int = EVEN_GRADIENTS,
+) -> Recording:
+    """Return a recording whose gradients have equal sizes and become ready evenly, the last
+    parameters of the model first."""
+    count = min(gradients, parameters)
+    ends = [parameters * (index + 1) // count for index in range(count)]
+    sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    return Recording(
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        optimizer_ms=optimizer_ms,
+        gradients=tuple(
+            Gradient(
+                item=Item(
+                    name=f"part {index}", elements=size, element_bytes=ELEMENT_BYTES, kind="even"
+                ),
+                ready=backward_ms * (count - index) / count,
+            )
+            for index, size in enumerate(sizes)
+        ),
+    )
 
 
 def recording_of(record: Record) -> Recording | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from stepscope.analysis.rehearsal.cluster import Cluster
+from stepscope.analysis.rehearsal.links import Links
 from stepscope.analysis.rehearsal.recording import Recording
 from stepscope.analysis.rehearsal.replay import MessageQueue, Replay, Upkeep, plan, replay
 
@@ -37,7 +38,7 @@ def replay_sharded(
     )
 
 
-def replay_fsdp(recording: Recording, cluster: Cluster, unit_mb: float = 25.0) -> Replay:
+def replay_fsdp(recording: Recording, cluster: Links, unit_mb: float = 25.0) -> Replay:
     """Replay with fully sharded parameters."""
     units = plan(recording, "bucketed", unit_mb)
     sizes = [sum(recording.gradients[index].bytes for index in unit.items) for unit in units]

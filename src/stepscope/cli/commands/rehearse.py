@@ -42,6 +42,7 @@ from stepscope.studies.rehearsal.subject import (
 from stepscope.studies.rehearsal.verdict import rehearsal_verdict
 from stepscope.studies.rehearsal.view import subject_blocks
 from stepscope.studies.trusted import temper
+from stepscope.views.program.rows import programs, slowest
 
 _FIX = (
     "record your own with `stepscope inspect train.py`, or one of this library's model with"
@@ -180,7 +181,9 @@ def _subjects(options: RehearseOptions) -> list[Subject]:
     subjects = [subject for result in ours if (subject := subject_of(*result))]
     if not subjects:
         inspected = [plausible(record) for record in records if record.study in STUDIES]
-        subjects = [one for record in inspected if (one := inspected_subject(record))]
+        # Of several ranks the one that the others wait for.
+        last = [slowest(ranks) or ranks[0] for ranks in programs(inspected)]
+        subjects = [one for watched in last if (one := inspected_subject(watched.record))]
     if not subjects:
         raise UsageError(f"{where} has no recorded step", _FIX)
     return subjects[-1:] if options.source is None else subjects

@@ -1,16 +1,16 @@
 """The step of a user's program or model as the subject of a rehearsal.
 
 A record of `inspect` has the times of the phases and the number of gradients, but not when each was
-ready: they are assumed to be of equal size and to become ready evenly during the backward pass.
+ready: they are assumed to be of equal size and to become ready evenly during the backward pass. Of
+a rank of several it has what the rank computes, and its share of what is sharded.
 """
 
 from __future__ import annotations
 
 from stepscope.analysis.rehearsal.memory import StepMemory
-from stepscope.analysis.rehearsal.recording import Gradient, Recording
+from stepscope.analysis.rehearsal.recording import ELEMENT_BYTES, even_recording
 from stepscope.analysis.rehearsal.replay import Upkeep
 from stepscope.analysis.trust import trust_of
-from stepscope.parallel.buckets import Item
 from stepscope.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from stepscope.records.schema import Record
 from stepscope.studies.own.cases import STUDY_NAME as OWN
@@ -21,7 +21,6 @@ from stepscope.views.program.rows import ProgramRecord
 STUDIES = (INSPECTED, OWN)
 _MIN_GRADIENTS = 64
 _PER_BLOCK = 4
-_ELEMENT_BYTES = 4
 
 
 def inspected_subject(record: Record) -> Subject | None:
@@ -31,14 +30,22 @@ def inspected_subject(record: Record) -> Subject | None:
     parameters = int(record.quantity("parameters") or 0)
     if summary is None or step_ms is None or not parameters or record.status != "ok":
         return None
+    setting, copied = watched.setting, record.ceiling("memory.copy")
+    sharing = None if setting is None else setting.sharing
+    shares = watched.case.ranks if sharing is not None and sharing.kind == "fsdp2" else 1
     scale = step_ms / summary.wall_ms
-    phases = {name: scale * ms for name, ms in summary.phases.items()}
-    backward = phases.get("backward", 0.0) + phases.get("loss", 0.0)
-    optimizer = phases.get("optimizer", 0.0)
+
+    def computed_ms(phase: str) -> float:
+        """Time of a phase without the communication that a rank of several waits for."""
+        waits = summary.class_ms("communication", phase)
+        return scale * max(0.0, summary.phases.get(phase, 0.0) - waits)
+
+    backward = computed_ms("backward") + computed_ms("loss")
+    optimizer = computed_ms("optimizer")
     if backward <= 0:
         return None
-    forward = max(0.0, step_ms - backward - optimizer)
-    setting, copied = watched.setting, record.ceiling("memory.copy")
+    waits = scale * summary.class_ms("communication")
+    forward = max(0.0, step_ms - waits - backward - optimizer)
     blocks = setting.blocks if setting else int(record.quantity("blocks") or 0)
     tensors = sum(one.tensors for one in setting.optimizers) if setting else 0
     passes = forward + backward
@@ -50,7 +57,8 @@ def inspected_subject(record: Record) -> Subject | None:
         recording=even_recording(
             forward,
             backward,
-            optimizer,
+            # Of sharded parameters a rank updates its share.
+            shares * optimizer,
             parameters,
             tensors or max(_MIN_GRADIENTS, _PER_BLOCK * blocks),
         ),
@@ -60,47 +68,21 @@ def inspected_subject(record: Record) -> Subject | None:
         flops_per_s=(record.quantity("flops") or 0.0) / passes * 1e3,
         trust=trust_of(record),
         known=relative_step(record),
-        memory=_memory(watched, parameters),
+        memory=_memory(watched, parameters, shares),
         device_bytes=device_bytes(record),
         program=watched.command,
     )
 
 
-def even_recording(
-    forward_ms: float,
-    backward_ms: float,
-    optimizer_ms: float,
-    parameters: int,
-    gradients: int = _MIN_GRADIENTS,
-) -> Recording:
-    """Return a recording whose gradients have equal sizes and become ready evenly, the last
-    parameters of the model first."""
-    count = min(gradients, parameters)
-    ends = [parameters * (index + 1) // count for index in range(count)]
-    sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-    return Recording(
-        forward_ms=forward_ms,
-        backward_ms=backward_ms,
-        optimizer_ms=optimizer_ms,
-        gradients=tuple(
-            Gradient(
-                item=Item(
-                    name=f"part {index}", elements=size, element_bytes=_ELEMENT_BYTES, kind="even"
-                ),
-                ready=backward_ms * (count - index) / count,
-            )
-            for index, size in enumerate(sizes)
-        ),
-    )
-
-
-def _memory(watched: ProgramRecord, parameters: int) -> StepMemory | None:
+def _memory(watched: ProgramRecord, parameters: int, shares: int) -> StepMemory | None:
+    """Return the memory of the step on one device, of which a rank has one of so many shares."""
     peak = watched.record.quantity("peak_bytes")
     if not peak:
         return None
     account = watched.account
-    if account is None:
-        each = float(_ELEMENT_BYTES * parameters)
-        return StepMemory(peak, each, each, 0.0)
-    lines = account.highest.lines
-    return StepMemory(peak, *(float(lines.get(n, 0)) for n in (PARAMETERS, GRADIENTS, OPTIMIZER)))
+    each = float(ELEMENT_BYTES * parameters) / shares
+    kept: tuple[float, ...] = (each, each, 0.0)
+    if account is not None:
+        lines = account.highest.lines
+        kept = tuple(float(lines.get(name, 0)) for name in (PARAMETERS, GRADIENTS, OPTIMIZER))
+    return StepMemory(peak + (shares - 1) * sum(kept), *(shares * one for one in kept))

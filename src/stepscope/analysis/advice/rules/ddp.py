@@ -10,10 +10,11 @@ from msgspec.structs import replace
 
 from stepscope.analysis.advice.facts import Facts
 from stepscope.analysis.advice.program import Program, setting
+from stepscope.analysis.advice.rehearsed import other_buckets
 from stepscope.analysis.advice.rule import Change, Left, rule
 
-_LARGE = 4 << 20
-"""Message size from which the bytes determine the time; below it, latency does."""
+_AS_GOOD = 0.95
+"""Share of the exposed communication that the best size has to undercut."""
 _GATHERED = 2 / 3
 """Time of gathering parameters over that of all-reducing their gradients."""
 _SEARCH_MS = 0.005
@@ -45,27 +46,24 @@ def _buckets(facts: Facts) -> Change | Left | None:
         return Left("with gradient accumulation the messages of a step are not known")
     if not facts.parameters:
         return Left("the size of its messages is not known")
-    each = 4 * facts.parameters / facts.messages
-    if each >= _LARGE:
-        # The last bucket has no backward left to overlap with: half its size ends half as late.
-        return _bucket_advice(facts, each, each / 2, facts.exposed_ms / 2)
-    if facts.messages < 4:
-        return Left("a step sends fewer than four messages")
-    larger = 4 * facts.parameters / max(1, round(4 * facts.parameters / _LARGE))
-    return _bucket_advice(facts, each, larger, facts.exposed_ms * (1 - each / larger))
-
-
-def _bucket_advice(facts: Facts, now: float, then: float, gain_ms: float) -> Change:
-    mb = max(1, round(then / 2**20))
+    found = other_buckets(facts)
+    if found is None:
+        return Left("the size of its buckets does not explain what is not overlapped")
+    sweep, share = found
+    each, best = 4 * facts.parameters / facts.messages / 2**20, sweep.best
+    if share >= _AS_GOOD:
+        return Left(f"buckets of {each:.3g} MiB are as good as any")
+    gain_ms = (1 - share) * facts.exposed_ms
     return Change(
         after=replace(facts.with_less_communication({"backward": gain_ms}), messages=0.0),
-        title=f"{'larger' if then > now else 'smaller'} gradient buckets",
+        title=f"{'larger' if best > each else 'smaller'} gradient buckets",
         gain_ms=gain_ms,
         why=f"{facts.exposed_ms:.3g} ms of communication are not overlapped; a step sends"
-        f" {facts.messages:.3g} messages of {now / 2**20:.3g} MiB",
+        f" {facts.messages:.3g} messages of {each:.3g} MiB, and a replay of it with {best:g} MiB"
+        f" leaves {share:.0%} of that",
         risk="numerics: none; larger buckets take more memory",
-        lines=(f"DistributedDataParallel(model, bucket_cap_mb={mb})",),
-        setting={"bucket_mb": str(mb)},
+        lines=(f"DistributedDataParallel(model, bucket_cap_mb={best:g})",),
+        setting={"bucket_mb": f"{best:g}"},
     )
 
 
@@ -146,7 +144,7 @@ def _construct_with(program: Program, name: str, **options: object) -> None:
 
 @setting("bucket_mb", without=_NOT_CONSTRUCTED)
 def _with_buckets(program: Program, value: str) -> None:
-    _construct_with(program, "bucket_mb", bucket_cap_mb=int(value))
+    _construct_with(program, "bucket_mb", bucket_cap_mb=float(value))
 
 
 @setting("static_graph", "yes", without=_NOT_CONSTRUCTED)
