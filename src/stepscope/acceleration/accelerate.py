@@ -164,7 +164,7 @@ def accelerate(
     _ACCELERATED.add(inner)
     report.on_undo(lambda: _ACCELERATED.discard(inner))
     if fp8 is not None:
-        _use_fp8(inner, copies, fp8, report)
+        use_fp8(inner, copies, fp8, report)
     _use_sdpa(inner, report, patterns)
     if switch is not None:
         _use_own_fused_layers(inner, report)
@@ -194,7 +194,7 @@ def _compile(
     copies = WeightCopies(model.parameters(), keep=False)
     fused = optimizer is not None and _fuse(optimizer, copies, report)
     if fp8 is not None:
-        _use_fp8(model, copies, fp8, report)
+        use_fp8(model, copies, fp8, report)
     # Without an update that writes them, the casts stay in the graph.
     given: WeightCopies | None = copies if fused or fp8 is not None else None
     if has_units(model):
@@ -249,7 +249,7 @@ def _is_fp8(dtype: Any) -> bool:
     return isinstance(dtype, Recipe) or dtype == FP8
 
 
-def _use_fp8(model: nn.Module, copies: WeightCopies, fp8: Fp8Layers, report: Report) -> None:
+def use_fp8(model: nn.Module, copies: WeightCopies, fp8: Fp8Layers, report: Report) -> None:
     """Let the linear layers of a model use FP8 GEMMs, except for its head."""
     tables = embeddings(model)
     tokens = {table.weight.shape[0] for table in tables}
