@@ -8,8 +8,8 @@ backward pass unless gradients are clipped or added up.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +41,7 @@ from stepscope.planning.cuda_operators import CudaDtypes, CudaOperators, attenti
 from stepscope.planning.fake_run import FakeStep, LossFunction
 from stepscope.planning.operators import Rates
 from stepscope.planning.stand_in import allocate, stand_in
+from stepscope.torch_tools.side_stream import MAX_PENDING_BYTES
 
 aten = torch.ops.aten
 _AS_ON_CUDA = {
@@ -85,11 +86,21 @@ class AcceleratedStep:
         with ExitStack() as stack:
             for parameter in self._state if self.updates_in_backward else ():
                 if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
-                    handle = parameter.register_post_accumulate_grad_hook(_free)
+                    handle = parameter.register_post_accumulate_grad_hook(self._updated)
                     stack.callback(handle.remove)
             self._update.in_backward = self.updates_in_backward
             yield
             self._update.in_backward = False
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase of the step."""
+        if phase == "optimizer":
+            self._update.join()
+
+    def _updated(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._update.read(parameter.grad)
+            parameter.grad = None
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self._step.options.dtype
@@ -148,8 +159,8 @@ class AcceleratedStep:
         # Programs read no values where they see that they are compiled.
         compiling = patch.object(torch.compiler, "_is_compiling_flag", True)
         with (
-            fx_traceback.preserve_node_meta(), _Paths(step.model).noted(), without_cache(step.model),
-            compiling, _Dtypes(),
+            fx_traceback.preserve_node_meta(), _Paths(step.model).noted(),
+            without_cache(step.model), compiling, _Dtypes(),
         ):  # fmt: skip
             traced: GraphModule = make_fx(run, pre_dispatch=True, _allow_non_fake_inputs=True)(
                 *inputs
@@ -203,6 +214,7 @@ class _Region:
     sizes: Sequence[int]
     """Bytes of each input, then output, that it saves as it is; 0 of others."""
     name: str
+    is_compiled = True
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
         return stand_in(self, given)
@@ -226,9 +238,25 @@ def _name_of(region: GraphModule) -> str:
     return "/".join(word for word in path.split(".") if not word.isdigit())
 
 
-@dataclass
 class _Update:
-    in_backward: bool = False
+    """An update on a side stream, which reads gradients while the backward pass continues."""
+
+    def __init__(self) -> None:
+        self.in_backward = False
+        self._pending: deque[Tensor] = deque()
+
+    def read(self, gradient: Tensor) -> None:
+        """Keep a gradient until too many wait."""
+        self._pending.append(gradient)
+        while len(self._pending) > 1 and _bytes(self._pending) > MAX_PENDING_BYTES:
+            self._pending.popleft()
+
+    def join(self) -> None:
+        self._pending.clear()
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(one.nbytes for one in tensors)
 
 
 @dataclass(frozen=True)
@@ -254,11 +282,12 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        gradient = gradients[-1]
-        if gradient is None or ctx.copied.update.in_backward:
+        gradient, update = gradients[-1], ctx.copied.update
+        if gradient is not None and update.in_backward:
             # The update reads it in its own dtype.
+            update.read(gradient)
             return None, None
-        return None, gradient.to(ctx.dtype)
+        return None, None if gradient is None else gradient.to(ctx.dtype)
 
 
 class _Dtypes(CudaDtypes):
@@ -296,10 +325,6 @@ class _Paths:
                     last = module.register_forward_hook(lambda *_: leave(), always_call=True)
                     hooks.callback(last.remove)
             yield
-
-
-def _free(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 def _tensors(batch: Any) -> list[Tensor]:

@@ -95,7 +95,7 @@ def _accelerated(step: FakeStep, form: Form) -> MemoryPrediction:
     counted = {WEIGHT_COPIES: made.copies, GRAPH_INPUTS: inputs}
     predict_fake(step, steps=1, counted=counted)
     with made.updating():
-        found = predict_fake(step, steps=1, counted=counted)
+        found = predict_fake(step, steps=1, counted=counted, between=made.begin)
     return replace(found, is_estimate=True, is_graph=True)
 
 
@@ -139,10 +139,12 @@ def run_blocks(
     modules = {"": step.model} if form.compile == "model" else None
     if not form.is_sharded:
         blocks = Blocks(step.model, rates, modules)
+        blocks.is_compiled = form.compile is not None
         blocks.run(step)
         return step, blocks, measure(blocks, step)
     step, dtypes = in_dtype(step)
     blocks = Blocks(step.model, rates, modules)
+    blocks.is_compiled = form.compile is not None
     blocks.run(step, update=False)
     trained = [name for name, p in step.model.named_parameters() if p.grad is not None]
     step.model.zero_grad()

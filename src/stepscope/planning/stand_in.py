@@ -10,6 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
+from torch.utils._python_dispatch import _disable_current_modes
+
+_DEVICE = torch.device("cpu")
 
 
 class Part(Protocol):
@@ -17,6 +20,8 @@ class Part(Protocol):
 
     outputs: Sequence[Tensor]
     """Tensors like its outputs."""
+    is_compiled: bool
+    """Whether its backward pass takes zeros for the gradients of outputs that nothing reads."""
 
     def allocated(self, what: str) -> Tensor:
         """Allocate its `saved`, `copies`, `forward` or `backward` bytes."""
@@ -46,6 +51,13 @@ class _StandIn(torch.autograd.Function):
         ctx.mark_non_differentiable(*itertools.compress(outputs, map(operator.not_, is_trained)))
         ctx.save_for_backward(*part.retained(tensors, outputs))
         ctx.part = part
+        with _disable_current_modes():
+            ctx.trained = [
+                torch.empty_like(one, device="meta")
+                if one.requires_grad and part.is_compiled
+                else None
+                for one in part.outputs
+            ]
         ctx.like = [
             (one.size(), one.stride(), one.dtype) if needed else None
             for one, needed in zip(tensors, ctx.needs_input_grad[1:], strict=True)
@@ -54,8 +66,13 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        del gradients
+        zeros = [
+            torch.empty_like(one, device=_DEVICE)
+            for one, gradient in zip(ctx.trained, gradients, strict=True)
+            if one is not None and gradient is None
+        ]
         ctx.part.allocated("backward")
+        del zeros
         # These bytes have the gradients too, while there is what they are computed from.
         ctx.saved = None
         return None, *(None if one is None else _gradient(*one) for one in ctx.like)

@@ -129,6 +129,8 @@ class Blocks:
         self.kinds: dict[str, Hashable] = {}
         self.calls: dict[str, int] = {}
         self._recorder: _Recorder | None = None
+        self.is_compiled = False
+        """Whether the blocks are compiled."""
         self.costs: Mapping[str, BlockCost] | None = None
         """Sizes of what the stand-ins allocate; None for slots."""
         self.sharded: ShardedModel | None = None
@@ -248,6 +250,10 @@ class _Block(NamedTuple):
     name: str
     inputs: int
     """Number of its differentiable inputs."""
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.blocks.is_compiled
 
     @property
     def outputs(self) -> list[Tensor]:

@@ -27,9 +27,9 @@ class Fp8Layers:
 
     A layer runs in FP8 if the device has FP8 GEMMs, its shape allows them, and the rule of
     `choice` predicts a gain for its number of tokens. `always` leaves the rule out. `keep` has
-    weights that stay in the matmul dtype. With `is_assumed` every device is taken to have FP8 GEMMs,
-    for predictions. `decisions` says for each layer that has run why it
-    stayed; None for a layer in FP8.
+    weights that stay in the matmul dtype. With `is_assumed`, for predictions, every device is taken
+    to have FP8 GEMMs. `decisions` says for each layer that has run why it stayed; None for a layer
+    in FP8.
     """
 
     def __init__(
