@@ -176,14 +176,14 @@ class AcceleratedStep:
         for node in region.graph.nodes:
             node.target = _AS_ON_CUDA.get(node.target, node.target)
         region.recompile()
-        if not any(isinstance(x, Tensor) and x.requires_grad for x in given):
-            return region.forward
 
         def run(given: list[Tensor]) -> list[Tensor]:
             with self._autocast(), CudaOperators():
                 return [*region(*given)]
 
         like, joint = run([*given]), traced_joint(run, ([*given],), 0)
+        if joint is None:
+            return region.forward
         with functorch_config.patch(ban_recompute_materialized_backward=False):
             cost, retained = CompiledGraph(joint, range(len(given)), self._rates).measured()
         cost = cost._replace(saved=cost.saved - sum(retained))

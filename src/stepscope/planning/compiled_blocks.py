@@ -57,6 +57,7 @@ def _traced(example: Example, dtype: torch.dtype | None, rates: Rates) -> Compil
 
     given = [leaves[at].detach().requires_grad_(leaves[at].requires_grad) for at in where]
     joint = traced_joint(run, (state, given), len(state))
+    assert joint is not None, "a block has parameters that are trained"
     differentiable = [len(state) + n for n, one in enumerate(given) if one.requires_grad]
     return CompiledGraph(joint, differentiable, rates)
 

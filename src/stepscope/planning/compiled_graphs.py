@@ -8,7 +8,6 @@ partitioner decides what the forward graph saves, as it does in `torch.compile`,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -17,6 +16,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import CheckpointPolicy
 
+from stepscope.errors import UsageError, one_line
 from stepscope.planning.block_costs import BlockCost
 from stepscope.planning.kernel_buffers import Kernels, base_of, bytes_in
 from stepscope.planning.operators import Rates
@@ -112,9 +112,11 @@ class _TracedError(Exception):
     """Ends the tracing once the graph is known."""
 
 
-def traced_joint(run: Callable[..., Any], arguments: Sequence[Any], parameters: int) -> Joint:
-    """Return the joint graph of a function of tensors, which returns a list of tensors. The first
-    of its inputs are parameters and buffers."""
+def traced_joint(
+    run: Callable[..., Any], arguments: Sequence[Any], parameters: int
+) -> Joint | None:
+    """Return the joint graph of a function of tensors, which returns a list of tensors; None if it
+    has no backward pass. The first of its inputs are parameters and buffers."""
     from torch._inductor.decomposition import select_decomp_table
 
     found: list[Joint] = []
@@ -138,10 +140,15 @@ def traced_joint(run: Callable[..., Any], arguments: Sequence[Any], parameters: 
     function: Any = aot_function(
         counted, compile_, partition_fn=stop, decompositions=select_decomp_table()
     )
-    with suppress(_TracedError):
+    try:
         function(*arguments)
-    (joint,) = found
-    return joint
+    except _TracedError:
+        return found[0]
+    except Exception as error:
+        raise UsageError(
+            f"torch.compile cannot trace it: {one_line(error)}", "predict the eager step"
+        ) from error
+    return None
 
 
 def _as_it_is(module: Any, inputs: Any) -> Any:
