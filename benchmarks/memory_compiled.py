@@ -27,7 +27,7 @@ ROWS_OF_FORM = {
     "blocks": ("decoder-0.3b", "decoder-1b", "decoder-8b-blocks", "encoder-0.3b", "mixer-2k"),
     "model": ("decoder-0.3b", "decoder-8b-blocks", "encoder-0.1b-no-dropout", "mixer-2k"),
 }
-TINY = {"tiny": Row(partial(Decoder, 3, 128, 4, 2, 256), (2, 128), None)}
+TINY = {"tiny": Row(partial(Decoder, 3, 128, 4, 4, 256), (2, 128), None)}
 CAPTURED = 6
 """Steps after which an accelerated step is a CUDA graph."""
 
