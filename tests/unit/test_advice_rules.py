@@ -516,9 +516,7 @@ def test_the_largest_batch_that_fits_is_tried_where_twice_the_batch_does_not_fit
     none = msgspec.structs.replace(planned_step("batch", 16, 120), plan=None, apply=None)
 
     def with_largest(most: int) -> Facts:
-        return msgspec.structs.replace(
-            step, plans=(msgspec.structs.replace(none, largest=most),)
-        )
+        return msgspec.structs.replace(step, plans=(msgspec.structs.replace(none, largest=most),))
 
     (change,) = (one for one in advise(with_largest(12)) if one.code == "larger-batch")
     assert change.setting == {"batch": "12"}
