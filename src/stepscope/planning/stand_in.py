@@ -18,10 +18,13 @@ _DEVICE = torch.device("cpu")
 class Part(Protocol):
     """What a stand-in stands for."""
 
-    outputs: Sequence[Tensor]
-    """Tensors like its outputs."""
-    is_compiled: bool
-    """Whether its backward pass takes zeros for the gradients of outputs that nothing reads."""
+    @property
+    def outputs(self) -> Sequence[Tensor]:
+        """Tensors like its outputs."""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its backward pass takes zeros for the gradients of outputs that nothing reads."""
 
     def allocated(self, what: str) -> Tensor:
         """Allocate its `saved`, `copies`, `forward` or `backward` bytes."""
