@@ -86,7 +86,8 @@ class AcceleratedStep:
         with ExitStack() as stack:
             for parameter in self._state if self.updates_in_backward else ():
                 if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
-                    handle = parameter.register_post_accumulate_grad_hook(self._updated)
+                    hook = self._updated
+                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     stack.callback(handle.remove)
             self._update.in_backward = self.updates_in_backward
             yield
@@ -233,9 +234,9 @@ class _Region:
 def _name_of(region: GraphModule) -> str:
     """Return the name of the module that has most of a region's operators, without numbers."""
     paths = Counter(path[0][0] for node in region.graph.nodes if (path := module_path(node)))
-    ((path, _),) = paths.most_common(1) or [("loss", 0)]
+    most = max(paths, key=paths.__getitem__, default="loss")
     # A ledger takes what follows the last dot.
-    return "/".join(word for word in path.split(".") if not word.isdigit())
+    return "/".join(word for word in most.split(".") if not word.isdigit())
 
 
 class _Update:
