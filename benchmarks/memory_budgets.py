@@ -1,6 +1,7 @@
 """Plans of `stepscope.fit` under budgets, against other ways to save memory.
 
-A decoder with blocks of the shape of an 8B model. Cases, each a line of JSON:
+A decoder with blocks of the shape of an 8B model. One model is built, and follows one plan after
+the other. Cases, each a line of JSON:
 
 - `plain`: without a plan;
 - `fit-1` to `fit-8`: budgets from the smallest plan to that of `plain`, measured twice, the second
@@ -11,55 +12,96 @@ A decoder with blocks of the shape of an 8B model. Cases, each a line of JSON:
 - `compiled-…`: the same with compiled blocks, and `compiled-torch-b` with torch's
   `activation_memory_budget`.
 
-Cases that a record has are not run again (`--resume`).
+Cases that a record has are not run again (`--resume`). On a CPU (`--tiny`) bytes are counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from memory_fit import measured_step
+from memory_fit import known_lines, measured_steps
 from memory_models import Decoder, Row, on_meta
 from memory_musts import BUDGETS, fit_for, musts
+from torch import Tensor
 
 import stepscope
 from stepscope.analysis.predict.fit import MARGIN
-from stepscope.planning.fit import plans_of_step
+from stepscope.planning.application import application_of, apply_plan
+from stepscope.planning.fit import Fitted, plans_of_step
 
-LAYERS, CONTEXT = 8, 16_384
+LAYERS, CONTEXT = 6, 16_384
+TINY_CONTEXT, TINY_VOCAB = 1024, 256
 EVERY = (1, 2, 4)
-TORCH_BUDGETS = (1.0, 0.5, 0.0)
-
-Prepare = Callable[[Any, torch.optim.Optimizer, Any], dict[str, Any]]
-
-
-def row_of(context: int = CONTEXT) -> Row:
-    return Row(partial(Decoder, LAYERS, 4096, 32, 8, 14336), (1, context))
+COMPILED_EVERY = (1,)
+TORCH_BUDGETS = (0.5, 0.0)
 
 
-class Cases:
-    """Runs cases that no record has, until the time is over."""
+class Bench:
+    """The model and its batches, and the cases that are known or measured until the time is over.
+    A case is measured within a context, which yields what is recorded of it besides."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._end = time.perf_counter() + options.seconds
-        self._without_gpu = options.without_gpu
-        self.known = _lines_of(options.resume) if options.resume else {}
+        self.known = known_lines(options, "case")
         self.is_complete = True
+        # As many heads of keys as of queries: kernels of float32 need it.
+        shape = (256, 4, 4, 1024) if options.tiny else (4096, 32, 8, 14336)
+        self._context = TINY_CONTEXT if options.tiny else CONTEXT
+        # Matmuls in bfloat16 are emulated on most CPUs.
+        dtype = None if options.tiny else torch.bfloat16
+        vocab = {"vocab": TINY_VOCAB} if options.tiny else {}
+        self.row = Row(partial(Decoder, LAYERS, *shape, **vocab), (1, self._context), dtype)
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._built: Any = None
+        self._planned: dict[int, Fitted] = {}
 
-    def run(self, case: str, prepare: Prepare, row: Row | None = None) -> Iterator[dict[str, Any]]:
-        if case not in self.known:
-            if time.perf_counter() > self._end:
-                self.is_complete = False
-                return
-            self.known[case] = {"case": case, **self._measured(prepare, row or row_of())}
+    @property
+    def step(self) -> Any:
+        """Model and optimizer, which are built where a case needs them."""
+        if self._built is None:
+            with torch.device(self._device):
+                model = self.row.build().train()
+            self._built = model, self.row.make_optimizer(model)
+        return self._built
+
+    def batch(self, times: int) -> Tensor:
+        return torch.zeros(1, times * self._context, dtype=torch.long, device=self._device)
+
+    def limits(self) -> list[int]:
+        """Budgets from just above the smallest plan to just above the step as it is."""
+        model, optimizer = on_meta(self.row)
+        plans = plans_of_step(model, optimizer, self.row.batch("cpu"), dtype=self.row.dtype)
+        smallest, largest = plans[-1].peak, plans[0].peak
+        step = (largest - smallest) / (BUDGETS - 1)
+        # A plan is measured to have a little more than the sum that selects it.
+        return [int((MARGIN + 0.01) * (smallest + n * step)) for n in range(BUDGETS)]
+
+    def run(
+        self, case: str, prepared: Callable[[Tensor], Any], times: int = 1
+    ) -> Iterator[dict[str, Any]]:
+        if case in self.known:
+            return
+        if time.perf_counter() > self._end:
+            self.is_complete = False
+            return
+        started, facts, batch = time.perf_counter(), {}, self.batch(times)
+        try:
+            with prepared(batch) as more:
+                facts |= (more or {}) | measured_steps(*self.step, batch, self.row.dtype)
+        except (torch.OutOfMemoryError, RuntimeError, ValueError) as error:
+            facts["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        model, _ = self.step
+        model.zero_grad()
+        gc.collect()
+        facts["seconds"] = round(time.perf_counter() - started, 1)
+        self.known[case] = {"case": case, **facts}
         yield self.known[case]
 
     def peak(self, case: str) -> int | None:
@@ -67,109 +109,115 @@ class Cases:
         peak: int | None = self.known.get(case, {}).get("peak_bytes")
         return peak
 
-    def _measured(self, prepare: Prepare, row: Row) -> dict[str, Any]:
+    @contextmanager
+    def fitted(self, budget: int, batch: Tensor) -> Iterator[dict[str, Any]]:
+        """Follow the fastest plan within a budget."""
         started = time.perf_counter()
-        told: dict[str, Any] = {}
+        fitted = stepscope.fit(*self.step, batch, budget=budget, dtype=self.row.dtype)
+        self._planned[budget] = fitted
         try:
-            if self._without_gpu:
-                model, optimizer = on_meta(row)
-                told |= prepare(model, optimizer, row.batch("cpu"))
-            else:
-                told |= measured_step(row, lambda *step: told.update(prepare(*step)))
-        except (torch.OutOfMemoryError, RuntimeError, ValueError) as error:
-            told["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            yield _facts(fitted) | {"fit_s": round(time.perf_counter() - started, 1)}
         finally:
+            fitted.undo()
+
+    @contextmanager
+    def fitted_again(self, budget: int, batch: Tensor) -> Iterator[dict[str, Any]]:
+        """Follow a plan for the second time."""
+        if (fitted := self._planned.get(budget)) is None:
+            with self.fitted(budget, batch) as facts:
+                yield facts
+            return
+        applied = apply_plan(*self.step, application_of(fitted.plan))
+        try:
+            yield _facts(fitted)
+        finally:
+            applied.remove()
+
+    @contextmanager
+    def checkpointed(self, every: int, batch: Tensor) -> Iterator[None]:
+        del batch
+        model, _ = self.step
+        model.every = every
+        try:
+            yield
+        finally:
+            model.every = 0
+
+    @contextmanager
+    def compiled(self, prepared: Callable[[Tensor], Any], batch: Tensor) -> Iterator[Any]:
+        """Compile the blocks."""
+        blocks = self.step[0].blocks
+        for block in blocks:
+            block.compile()
+        try:
+            with prepared(batch) as facts:
+                yield facts
+        finally:
+            for block in blocks:
+                block._compiled_call_impl = None
             torch.compiler.reset()
-            gc.collect()
-        return told | {"seconds": round(time.perf_counter() - started, 1)}
 
 
-def _lines_of(record: Path) -> dict[str, dict[str, Any]]:
-    if not record.exists():
-        return {}
-    lines = map(json.loads, record.read_text().splitlines())
-    return {line["case"]: line for line in lines if "case" in line and "error" not in line}
-
-
-def budgets(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    cases = Cases(options)
-    yield from cases.run("plain", _nothing)
-    limits = _limits()
-    for number, limit in enumerate(limits, 1):
-        yield from cases.run(f"fit-{number}", partial(_fit, limit))
-    for every in EVERY:
-        yield from cases.run(f"checkpoint-{every}", partial(_checkpoint, every))
-        yield from _at_peak_of(cases, f"checkpoint-{every}", _fit)
-    if (peak := cases.peak("plain")) is not None:
-        twice = row_of(2 * CONTEXT)
-        yield from cases.run("double-plain", _nothing, twice)
-        yield from cases.run("double", partial(_fit, peak), twice)
-    for share in TORCH_BUDGETS:
-        with torch._functorch.config.patch(activation_memory_budget=share):
-            yield from cases.run(f"compiled-torch-{share:g}", _compile)
-        yield from _at_peak_of(cases, f"compiled-torch-{share:g}", _compiled_fit)
-    for every in EVERY[:2]:
-        yield from cases.run(f"compiled-checkpoint-{every}", partial(_compiled_checkpoint, every))
-        yield from _at_peak_of(cases, f"compiled-checkpoint-{every}", _compiled_fit)
-    for number, limit in reversed([*enumerate(limits, 1)]):
-        yield from cases.run(f"fit-{number}-again", partial(_fit, limit))
-    yield from musts(cases.known)
-    if not cases.is_complete:
-        print("not complete: run again with --resume and this record")
-
-
-def _limits() -> list[int]:
-    """Budgets from just above the smallest plan to just above the step as it is."""
-    row = row_of()
-    model, optimizer = on_meta(row)
-    plans = plans_of_step(model, optimizer, row.batch("cpu"), dtype=row.dtype)
-    smallest, largest = plans[-1].peak, plans[0].peak
-    step = (largest - smallest) / (BUDGETS - 1)
-    # A plan is measured to have a little more than the sum that selects it.
-    return [int((MARGIN + 0.01) * (smallest + n * step)) for n in range(BUDGETS)]
-
-
-def _at_peak_of(cases: Cases, case: str, fit: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-    """A plan whose predicted peak is at most the measured one of another case."""
-    peak = cases.peak(case)
-    if peak is not None:
-        yield from cases.run(fit_for(case), partial(fit, int(MARGIN * peak)))
-
-
-def _nothing(model: Any, optimizer: Any, batch: Any) -> dict[str, Any]:
-    del model, optimizer, batch
-    return {}
-
-
-def _fit(budget: int, model: Any, optimizer: Any, batch: Any) -> dict[str, Any]:
-    started = time.perf_counter()
-    fitted = stepscope.fit(model, optimizer, batch, budget=budget, dtype=torch.bfloat16)
+def _facts(fitted: Fitted) -> dict[str, Any]:
     return {
-        "budget_bytes": budget,
+        "budget_bytes": fitted.budget,
         "predicted_bytes": fitted.peak,
         "predicted_ms": 1e3 * fitted.seconds,
         "to_host_bytes": fitted.plan.to_host,
         "plan": str(fitted),
-        "fit_s": round(time.perf_counter() - started, 1),
     }
 
 
-def _checkpoint(every: int, model: Any, optimizer: Any, batch: Any) -> dict[str, Any]:
-    del optimizer, batch
-    model.every = every
-    return {}
+def budgets(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    bench = Bench(options)
+    limits = bench.limits()
+    if options.without_gpu:
+        yield from _predictions(bench, limits)
+        return
+    yield from bench.run("plain", _nothing)
+    for number, limit in enumerate(limits, 1):
+        yield from bench.run(f"fit-{number}", partial(bench.fitted, limit))
+    for number, limit in reversed([*enumerate(limits, 1)]):
+        yield from bench.run(f"fit-{number}-again", partial(bench.fitted_again, limit))
+    for every in EVERY:
+        yield from bench.run(f"checkpoint-{every}", partial(bench.checkpointed, every))
+        yield from _at_peak_of(bench, f"checkpoint-{every}")
+    if (peak := bench.peak("plain")) is not None:
+        yield from bench.run("double-plain", _nothing, 2)
+        yield from bench.run("double", partial(bench.fitted, peak), 2)
+    for share in TORCH_BUDGETS:
+        with torch._functorch.config.patch(activation_memory_budget=share):
+            case = f"compiled-torch-{share:g}"
+            yield from bench.run(case, partial(bench.compiled, _nothing))
+        yield from _at_peak_of(bench, case)
+    for every in COMPILED_EVERY:
+        case = f"compiled-checkpoint-{every}"
+        checkpointed = partial(bench.checkpointed, every)
+        yield from bench.run(case, partial(bench.compiled, checkpointed))
+        yield from _at_peak_of(bench, case)
+    yield from musts(bench.known)
+    if not bench.is_complete:
+        print("not complete: run again with --resume and this record")
 
 
-def _compile(model: Any, optimizer: Any, batch: Any) -> dict[str, Any]:
-    del optimizer, batch
-    for block in model.blocks:
-        block.compile()
-    return {}
+def _predictions(bench: Bench, limits: list[int]) -> Iterator[dict[str, Any]]:
+    for number, limit in enumerate(limits, 1):
+        model, optimizer = on_meta(bench.row)
+        batch = bench.row.batch("cpu")
+        fitted = stepscope.fit(model, optimizer, batch, budget=limit, dtype=bench.row.dtype)
+        yield {"case": f"fit-{number}", **_facts(fitted)}
 
 
-def _compiled_checkpoint(every: int, model: Any, optimizer: Any, batch: Any) -> dict[str, Any]:
-    return _compile(model, optimizer, batch) | _checkpoint(every, model, optimizer, batch)
+def _at_peak_of(bench: Bench, case: str) -> Iterator[dict[str, Any]]:
+    """A plan whose predicted peak is at most the measured one of another case."""
+    peak = bench.peak(case)
+    if peak is not None:
+        prepared: Any = partial(bench.fitted, int(MARGIN * peak))
+        if case.startswith("compiled-"):
+            prepared = partial(bench.compiled, prepared)
+        yield from bench.run(fit_for(case), prepared)
 
 
-def _compiled_fit(budget: int, model: Any, optimizer: Any, batch: Any) -> dict[str, Any]:
-    return _compile(model, optimizer, batch) | _fit(budget, model, optimizer, batch)
+def _nothing(batch: Tensor) -> Any:
+    del batch
+    return nullcontext({})

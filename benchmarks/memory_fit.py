@@ -7,9 +7,10 @@
     python benchmarks/memory_fit.py predictions --measured results/memory-predictions.jsonl
 
 `predictions`: 20 models of more than 4 GiB are predicted on the meta device, then built on the GPU
-and trained for two steps. `budgets`, `compiled`: see `memory_budgets.py`, `memory_compiled.py`. A
-line of JSON for each. With `--measured`, the models are predicted (again) and compared with the
-peaks of that record.
+and trained for some steps. `budgets`, `compiled`: see `memory_budgets.py`, `memory_compiled.py`. A
+line of JSON for each, written as soon as it is known: an interrupted run continues with the same
+`--out`. With `--measured`, the models are predicted (again) and compared with the peaks of that
+record.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,14 +29,19 @@ from memory_models import ROWS, Row, on_meta
 from torch import nn
 
 import stepscope
+from stepscope.measure.ledger import StorageLedger
+from stepscope.planning.simulated_bytes import WORKSPACE
 
-STEPS = 6
-"""Timed steps, after two others."""
+WARM_UP, STEPS = 1, 4
+"""Steps before and with a clock, after the first one."""
 
 
 def predictions(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     known = {} if options.measured is None else measured_before(options.measured)
+    done = {} if options.measured is not None else known_lines(options, "row")
     for name, row in ROWS.items():
+        if name in done:
+            continue
         started = time.perf_counter()
         model, optimizer = on_meta(row)
         found = stepscope.predict(model, optimizer, row.batch("cpu"), dtype=row.dtype)
@@ -57,40 +64,80 @@ def measured_before(record: Path) -> dict[str, dict[str, Any]]:
     return {line["row"]: {name: line[name] for name in kept} for line in lines}
 
 
-def measured_step(
-    row: Row, prepare: Callable[[nn.Module, torch.optim.Optimizer, Any], Any] | None = None
-) -> dict[str, Any]:
-    """The allocator's peak and the median time of a step on the GPU."""
+def measured_step(row: Row, prepare: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """Peak and median time of a step of a new model."""
     gc.collect()
-    torch.cuda.empty_cache()
-    with torch.device("cuda"):
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"
+        torch.cuda.empty_cache()
+    with torch.device(device):
         model = row.build().train()
-    optimizer, batch = row.make_optimizer(model), row.batch("cuda")
+    optimizer, batch = row.make_optimizer(model), row.batch(device)
     if prepare is not None:
         prepare(model, optimizer, batch)
-    scaler = torch.amp.GradScaler(enabled=row.dtype is torch.float16)
-    times = []
-    for number in range(STEPS + 2):
-        if number == 1:
-            torch.cuda.reset_peak_memory_stats()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        with torch.autocast("cuda", row.dtype or torch.bfloat16, enabled=row.dtype is not None):
+    return measured_steps(model, optimizer, batch, row.dtype)
+
+
+def measured_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """The allocator's peak and the median time of steps; on a CPU the counted bytes."""
+    device = next(model.parameters()).device
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
+
+    def step() -> None:
+        with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
             loss = model(batch)
         scaler.scale(loss).backward()
         del loss
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+
+    step()
+    peak = counted_peak(step, model, optimizer) if device.type == "cpu" else 0
+    times = []
+    for number in range(WARM_UP + STEPS):
+        if device.type == "cuda" and number == 0:
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - started))
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
     return {
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-        "step_ms": sorted(times[2:])[STEPS // 2],
-        "device": torch.cuda.get_device_name(),
+        "peak_bytes": peak,
+        "step_ms": median(times[WARM_UP:]),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
     }
+
+
+def counted_peak(
+    step: Callable[[], None], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> int:
+    """Bytes of all tensors at the peak of a step, and cuBLAS's workspace, which a GPU adds."""
+    ledger = StorageLedger(torch.device("cpu"), None)
+    with ledger.watching(model, optimizer):
+        ledger.begin("step")
+        step()
+        ledger.end()
+    return ledger.peaks[0].allocated + WORKSPACE
+
+
+def known_lines(options: argparse.Namespace, *names: str) -> dict[Any, dict[str, Any]]:
+    """The lines of earlier runs, by these fields."""
+    found = {}
+    for record in (options.resume, options.out):
+        if record is not None and record.exists():
+            for line in map(json.loads, record.read_text().splitlines()):
+                if "peak_bytes" in line and set(names) <= line.keys():
+                    key = tuple(line[name] for name in names)
+                    found[key if len(names) > 1 else key[0]] = line
+    return found
 
 
 def main() -> None:
@@ -102,16 +149,18 @@ def main() -> None:
     parser.add_argument("part", choices=list(parts))
     parser.add_argument("--without-gpu", action="store_true")
     parser.add_argument("--measured", type=Path, help="record to take measured peaks from")
-    parser.add_argument("--out", type=Path, help="write a line of JSON for each row")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, also for a CPU")
+    parser.add_argument("--out", type=Path, help="append a line of JSON for each case")
     parser.add_argument("--resume", type=Path, help="record of the cases that are done")
-    parser.add_argument("--seconds", type=float, default=420, help="begin no case after it")
+    parser.add_argument("--seconds", type=float, default=280, help="begin no case after it")
     options = parser.parse_args()
-    lines = []
+    if options.resume is not None and options.out is not None and not options.out.exists():
+        options.out.write_bytes(options.resume.read_bytes() if options.resume.exists() else b"")
     for line in parts[options.part](options):
-        lines.append(line)
         print(json.dumps({key: value for key, value in line.items() if key != "plan"}), flush=True)
         if options.out is not None:
-            options.out.write_text("".join(json.dumps(one) + "\n" for one in lines))
+            with options.out.open("a") as out:
+                out.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

@@ -49,15 +49,16 @@ class DecoderBlock(nn.Module):
 
 class Decoder(nn.Module):
     def __init__(
-        self, layers: int, width: int, heads: int, groups: int, hidden: int, tied: bool = False
-    ) -> None:
+        self, layers: int, width: int, heads: int, groups: int, hidden: int, tied: bool = False,
+        vocab: int = VOCAB,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, width)
+        self.embedding = nn.Embedding(vocab, width)
         self.blocks = nn.ModuleList(
             DecoderBlock(width, heads, groups, hidden) for _ in range(layers)
         )
         self.norm = nn.LayerNorm(width, bias=False)
-        self.head = nn.Linear(width, VOCAB, bias=False)
+        self.head = nn.Linear(width, vocab, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
         self.every = 0

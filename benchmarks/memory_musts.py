@@ -19,9 +19,9 @@ def musts(cases: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         yield _must("error of the predicted peak", max(errors), 0.02, len(fits))
         times = [_milliseconds(cases, one["case"]) for one in fits]
         slower = [later / sooner for sooner, later in pairwise(times)]
-        yield _must(
-            "time at a budget over that at the next smaller one", max(slower), 1.01, len(fits)
-        )
+        if slower:
+            words = "time at a budget over that at the next smaller one"
+            yield _must(words, max(slower), 1.01, len(fits))
     for prefix in ("", "compiled-"):
         rivals = [name for name in cases if _is_rival(name, prefix) and _is_measured(cases, name)]
         pairs = [(fit_for(name), name) for name in rivals]

@@ -504,3 +504,24 @@ def test_a_larger_batch_that_needs_a_plan_pays_for_its_recomputation() -> None:
     assert one.gain_ms - other.gain_ms == pytest.approx(2.0)
     none = msgspec.structs.replace(planned_step("batch", 16, 120), plan=None, apply=None)
     assert "larger-batch" not in gains(msgspec.structs.replace(step, plans=(none,)))
+
+
+def test_the_largest_batch_that_fits_is_tried_where_twice_the_batch_does_not_fit() -> None:
+    step = facts(
+        launches=(600.0, 900.0, 900.0), launch_ms=0.05, batch=8,
+        memory_bytes=100 << 30, peak_bytes=70 << 30, saved_bytes=50 << 30,
+    )  # fmt: skip
+    none = msgspec.structs.replace(planned_step("batch", 16, 120), plan=None, apply=None)
+
+    def with_largest(most: int) -> Facts:
+        return msgspec.structs.replace(step, plans=(msgspec.structs.replace(none, largest=most),))
+
+    (change,) = (one for one in advise(with_largest(12)) if one.code == "larger-batch")
+    assert change.setting == {"batch": "12"}
+    assert change.gain_bytes == -(25 << 30)
+    assert "batch 12" in change.title
+    # A launch-bound step takes as long for half as many samples again.
+    assert 0 < change.gain_ms < 40.0
+    assert "larger-batch" not in gains(with_largest(8))
+    # Rows of the model's input are no samples of the DataLoader.
+    assert "larger-batch" not in gains(msgspec.structs.replace(with_largest(12), batch=4))

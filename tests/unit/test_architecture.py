@@ -91,7 +91,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     | {"analysis", "records"}
     | BLOCKS
     | TOOLS,
-    "planning": {"acceleration", "measure", "analysis", "records", "stepscope.report.format"}
+    "planning": {"acceleration", "kernels", "measure", "analysis", "records"}
+    | {"stepscope.report.format"}
     | TOOLS,
     "acceleration": {"attention", "kernels", "optim"} | TOOLS,
     "measure": {"records"} | TOOLS,

@@ -393,6 +393,15 @@ def test_compiled_steps_are_estimates(run: Run) -> None:
     assert whole["peak_bytes"] < eager["peak_bytes"]
 
 
+def test_the_largest_batch_of_an_accelerated_step(run: Run) -> None:
+    budget = str(200 / 2**10)
+    eager, accelerated = run("--dtype", "bf16", "--compile", "no", "accelerate", "--budget", budget)
+    assert 0 < accelerated["graph_pool_bytes"] < accelerated["peak_bytes"]
+    (largest,) = accelerated["fitting"]
+    assert largest["batch"] > eager["fitting"][0]["batch"]
+    assert largest["peak_bytes"] * MARGIN <= 200 * 2**20
+
+
 class Experts(nn.Module):
     """A mixture of experts, whose groups are multiplied at once."""
 

@@ -65,7 +65,7 @@ def test_optimizers_are_fused_and_custom_adam_is_treated_as_adam() -> None:
 
 @pytest.mark.usefixtures("torch_as_it_was")
 def test_training_loop_is_changed() -> None:
-    made = {"gradients": "none", "data": "workers", "checkpoint": "no", "batch": "8"}
+    made = {"gradients": "none", "data": "workers", "checkpoint": "no", "batch": "6"}
     changes = Changes(made | {"dtype": "float32"}, Backwards())
     changes.on_torch_imported()
     model = Network()
@@ -79,9 +79,9 @@ def test_training_loop_is_changed() -> None:
     sizes = [
         DataLoader([1] * 9, 4).batch_size,  # type: ignore[arg-type]
         DataLoader([1] * 9, batch_size=4).batch_size,  # type: ignore[arg-type]
-        DataLoader([1] * 9, 3).batch_size,  # type: ignore[arg-type]
+        DataLoader([1] * 9, 2).batch_size,  # type: ignore[arg-type]
     ]
-    assert sizes == [8, 8, 3]
+    assert sizes == [6, 6, 2]
     with torch.autocast("cpu", torch.bfloat16), torch.amp.autocast("cpu", enabled=False):
         assert model(x).dtype == torch.float32
     with torch.autocast(device_type="cpu", dtype=torch.bfloat16, enabled=True):

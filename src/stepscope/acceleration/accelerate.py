@@ -160,7 +160,7 @@ def _leave(
     copies = model.copies if switch is not None else WeightCopies(model.parameters(), keep=False)
     _claim(model, report)
     if fp8 is not None:
-        _use_fp8(model, copies, fp8, report)
+        use_fp8(model, copies, fp8, report)
     if switch is not None:
         _use_own_fused_layers(model, report)
     else:
@@ -188,7 +188,7 @@ def _compile(
     copies = WeightCopies(model.parameters(), keep=False)
     fused = optimizer is not None and _fuse(optimizer, copies, report)
     if fp8 is not None:
-        _use_fp8(model, copies, fp8, report)
+        use_fp8(model, copies, fp8, report)
     # Without an update that writes them, the casts stay in the graph.
     given: WeightCopies | None = copies if fused or fp8 is not None else None
     if has_units(model):
@@ -241,7 +241,7 @@ def _is_fp8(dtype: Any) -> bool:
     return isinstance(dtype, Recipe) or dtype == FP8
 
 
-def _use_fp8(model: nn.Module, copies: WeightCopies, fp8: Fp8Layers, report: Report) -> None:
+def use_fp8(model: nn.Module, copies: WeightCopies, fp8: Fp8Layers, report: Report) -> None:
     """Let the linear layers of a model use FP8 GEMMs, except for its head."""
     matrices = list(_matrices(model))
     fp8.name((name, weight) for name, weight, _ in matrices)

@@ -65,6 +65,20 @@ def _unwrapped(optimizer: Any) -> Any:
 
 def why_not_fused(optimizer: Any) -> str | None:
     """Return why the update of an optimizer cannot be fused; None if it can."""
+    if reason := why_not_on_a_gpu(optimizer):
+        return reason
+    fused = (
+        _local(parameter) is not None and kernel_takes(_local(parameter), _local(parameter))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if _reason_of_group(group, optimizer) is None
+    )
+    return None if any(fused) else "no parameter is a dense 16-bit or 32-bit tensor on a GPU"
+
+
+def why_not_on_a_gpu(optimizer: Any) -> str | None:
+    """Return why the update could not be fused if the parameters were on a GPU; None if it
+    could."""
     kind = type(optimizer)
     if not isinstance(optimizer, Adam):
         return f"{kind.__name__} is not torch.optim.AdamW or Adam"
@@ -78,15 +92,7 @@ def why_not_fused(optimizer: Any) -> str | None:
     if "_init_group" in vars(optimizer):
         return "its update is already replaced"
     reasons = {_reason_of_group(group, optimizer) for group in optimizer.param_groups}
-    if None not in reasons:
-        return "; ".join(sorted(filter(None, reasons)))
-    fused = (
-        _local(parameter) is not None and kernel_takes(_local(parameter), _local(parameter))
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if _reason_of_group(group, optimizer) is None
-    )
-    return None if any(fused) else "no parameter is a dense 16-bit or 32-bit tensor on a GPU"
+    return None if None in reasons else "; ".join(sorted(filter(None, reasons)))
 
 
 def _reason_of_group(group: dict[str, Any], optimizer: Adam) -> str | None:

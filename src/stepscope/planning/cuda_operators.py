@@ -26,7 +26,7 @@ _UNSHARED = 4
 """References to a sum of gradients that nothing else has: the engine and the call of the mode."""
 
 
-def _attention(
+def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = False,
@@ -162,7 +162,7 @@ _OF_16_BIT = {"cross_entropy": _cross_entropy, "softmax": _softmax, "log_softmax
 """Operators that take 16-bit inputs where autocast runs them in float32."""
 
 
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Dropout that saves a boolean mask."""
     if not training or p == 0.0:
         return input
@@ -171,8 +171,8 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 _REPLACED: dict[Any, Any] = {
-    functional.scaled_dot_product_attention: _attention,
-    functional.dropout: _dropout,
+    functional.scaled_dot_product_attention: attention,
+    functional.dropout: dropout,
 }
 
 
@@ -213,11 +213,14 @@ class CudaDtypes(CudaAutocast):
     """Within `torch.autocast("cpu")`, which casts the inputs of matmuls: the other dtypes as on
     CUDA."""
 
+    replaces = True
+    """Whether functions whose kernels read other dtypes are replaced."""
+
     def __init__(self) -> None:
         super().__init__(torch.float32)
 
     def run(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        replaced = _OF_16_BIT.get(rule_name(function))
+        replaced = _OF_16_BIT.get(rule_name(function)) if self.replaces else None
         first = arguments[0] if arguments else None
         if replaced and isinstance(first, Tensor) and first.dtype in _NARROW_DTYPES:
             wanted = keywords.get("dtype")

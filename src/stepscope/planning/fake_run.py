@@ -69,10 +69,19 @@ class MemoryPrediction:
     """Lines of code that read a value which is not known; it was taken as zero."""
     is_estimate: bool = False
     """Whether kernels of the compiler were assumed."""
+    resident: int = 0
+    """Bytes before the step."""
+    is_graph: bool = False
+    """Whether the step is a CUDA graph, whose pool has all but what is resident."""
 
     @property
     def peak(self) -> PhasePeak:
         return max(self.phases, key=lambda phase: phase.allocated)
+
+    @property
+    def graph_pool(self) -> int:
+        """Bytes in the pool of the CUDA graph, which other work cannot use between steps."""
+        return self.peak.allocated - self.resident if self.is_graph else 0
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -87,6 +96,8 @@ class MemoryPrediction:
         word = "estimated" if self.is_estimate else "predicted"
         lines = [f"{word} peak: {bytes_(peak.allocated, 4)}, in the {peak.phase} phase"]
         lines += [f"{bytes_(size, 4):>12}  {kind}" for kind, size in self.kinds.items() if size]
+        if self.is_graph:
+            lines.append(f"{bytes_(self.graph_pool, 4):>12}  of it in the pool of the CUDA graph")
         lines += [f"a value was read at {line} and taken as zero" for line in self.assumed]
         return "\n".join(lines)
 
@@ -102,23 +113,29 @@ def predict_fake(
     `between` is called at the start of each phase; `counted` has tensors besides those of model,
     optimizer and batch, by line."""
     use_cuda_defaults(step.optimizer)
-    ledger = PredictedLedger()
+    ledger, resident = PredictedLedger(), 0
     inputs = [leaf for leaf in tree_leaves(step.batch) if isinstance(leaf, Tensor)]
     for _ in range(steps):
         ledger.forget_peaks()
+        resident = 0
         watching = ledger.watching(step.model, step.optimizer)
         with CudaDtypes(), CudaOperators(), watching, InPlaceSums():
             for line, tensors in {INPUTS: inputs, **(counted or {})}.items():
                 ledger.aside(ledger.count, tensors, line)
 
             def begin(phase: str) -> None:
+                nonlocal resident
                 between(phase)
+                resident = resident or ledger.blocks.in_use + WORKSPACE
                 ledger.begin(phase)
 
             run_step(step, begin)
             ledger.end()
     return MemoryPrediction(
-        tuple(ledger.peaks), ledger.blocks.reserved + WORKSPACE, tuple(step.fakes.values.assumed)
+        tuple(ledger.peaks),
+        ledger.blocks.reserved + WORKSPACE,
+        tuple(step.fakes.values.assumed),
+        resident=resident,
     )
 
 

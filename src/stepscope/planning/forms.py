@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from stepscope.errors import UsageError
 from stepscope.planning.block_costs import BlockCost, run_block
@@ -21,9 +22,9 @@ from stepscope.planning.fake_run import FakeStep, MemoryPrediction, predict_fake
 from stepscope.planning.operators import Rates, known_rates
 from stepscope.planning.ranks import ONE_RANK, Ranks, ShardedModel, in_dtype
 from stepscope.planning.step_timeline import Blocks
-from stepscope.records.memory import BUCKETS, PhasePeak
+from stepscope.records.memory import BUCKETS, GRAPH_INPUTS, WEIGHT_COPIES, PhasePeak
 
-Compile = Literal["model", "blocks"]
+Compile = Literal["model", "blocks", "accelerate"]
 T = TypeVar("T")
 
 
@@ -31,13 +32,21 @@ class Form(NamedTuple):
     """How a step runs."""
 
     compile: Compile | None = None
-    """What `torch.compile` compiles; None for an eager step."""
+    """What `torch.compile` compiles, or "accelerate" for the step of `accelerate(compile=True)` and
+    `TrainStep`; None for an eager step."""
     ranks: Ranks = ONE_RANK
+    fp8: bool = False
+    """Whether linear layers run in FP8, in an accelerated step."""
 
     def require_valid(self) -> None:
-        if self.compile not in (None, "model", "blocks"):
-            raise UsageError(f"compile={self.compile!r} is unknown", 'one of: "model", "blocks"')
+        if self.compile not in (None, *get_args(Compile)):
+            words = ", ".join(f'"{one}"' for one in get_args(Compile))
+            raise UsageError(f"compile={self.compile!r} is unknown", f"one of: {words}")
+        if self.fp8 and self.compile != "accelerate":
+            raise UsageError("FP8 is predicted for accelerated steps", 'use compile="accelerate"')
         self.ranks.require_valid()
+        if self.compile == "accelerate" and self.ranks.number > 1:
+            raise UsageError("an accelerated step is predicted on one rank", "use ranks=1")
         if self.compile == "model" and self.is_sharded:
             raise UsageError(
                 "with sharding='full' each block is compiled by itself", 'use compile="blocks"'
@@ -60,6 +69,8 @@ EAGER = Form()
 def predict_step(step: FakeStep, form: Form = EAGER) -> MemoryPrediction:
     """Predict a step of fake tensors in a form, within `fakes.active()`."""
     form.require_valid()
+    if form.compile == "accelerate":
+        return _accelerated(step, form)
     stands_in = form.compile is not None or form.is_sharded
     found = _with_stand_ins(step, form) if stands_in else predict_fake(step)
     if size := form.bucket_bytes(step.model):
@@ -73,6 +84,19 @@ def _with_buckets(found: MemoryPrediction, size: int) -> MemoryPrediction:
         return msgspec.structs.replace(peak, allocated=peak.allocated + size, lines=lines)
 
     return replace(found, phases=tuple(map(more, found.phases)), reserved=found.reserved + size)
+
+
+def _accelerated(step: FakeStep, form: Form) -> MemoryPrediction:
+    from stepscope.planning.accelerated import AcceleratedStep
+
+    made = AcceleratedStep(step, known_rates(), fp8=form.fp8)
+    step = step._replace(options=step.options._replace(loss_fn=made.loss_fn, dtype=None))
+    inputs = [x.clone() for x in tree_leaves(step.batch) if isinstance(x, Tensor)]
+    counted = {WEIGHT_COPIES: made.copies, GRAPH_INPUTS: inputs}
+    predict_fake(step, steps=1, counted=counted)
+    with made.updating():
+        found = predict_fake(step, steps=1, counted=counted, between=made.begin)
+    return replace(found, is_estimate=True, is_graph=True)
 
 
 def _with_stand_ins(step: FakeStep, form: Form) -> MemoryPrediction:
@@ -115,10 +139,12 @@ def run_blocks(
     modules = {"": step.model} if form.compile == "model" else None
     if not form.is_sharded:
         blocks = Blocks(step.model, rates, modules)
+        blocks.is_compiled = form.compile is not None
         blocks.run(step)
         return step, blocks, measure(blocks, step)
     step, dtypes = in_dtype(step)
     blocks = Blocks(step.model, rates, modules)
+    blocks.is_compiled = form.compile is not None
     blocks.run(step, update=False)
     trained = [name for name, p in step.model.named_parameters() if p.grad is not None]
     step.model.zero_grad()

@@ -31,6 +31,11 @@ def plans_of(
     """Return the frontier of a step of fake tensors. With several ranks it is that of one of them,
     without the time of communication; a model that is compiled as one graph stays as it is."""
     form.require_valid()
+    if form.compile == "accelerate":
+        raise UsageError(
+            "an accelerated step has no plans: torch's partitioner decides what it saves",
+            "predict its memory, or plan eager or compiled blocks",
+        )
     size = batch_size(step.batch) if "micro-batches" in allow else 1
     plans: list[MemoryPlan] = []
     for number in (1, *(n for n in _MICRO_BATCHES if size % n == 0)):

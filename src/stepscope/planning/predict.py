@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ def predict(
     batch: Any,
     *,
     loss_fn: LossFunction | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["fp8"] | None = None,
     max_grad_norm: float | None = None,
     compile: Compile | None = None,
     ranks: int = 1,
@@ -41,11 +41,14 @@ def predict(
 
     `compile="model"` estimates the step of `torch.compile(model)`, "blocks" that of a model whose
     repeated blocks are compiled: torch's partitioner decides what is saved, and elementwise chains
-    are taken as one kernel. `ranks` are data-parallel, each with a batch like this: under DDP, or
+    are taken as one kernel. "accelerate" is that of `accelerate(model, optimizer, compile=True)`
+    and `TrainStep` as a CUDA graph, compiled with all passes; `dtype="fp8"` then runs its linear
+    layers in FP8. `ranks` are data-parallel, each with a batch like this: under DDP, or
     with `sharding="full"` under FSDP2, `fully_shard` on each repeated block and on the model.
     """
+    form = Form(compile, Ranks(ranks, sharding), dtype == "fp8")
+    dtype = torch.bfloat16 if dtype == "fp8" else dtype
     require_valid({}, loss_fn, optimizer, max_grad_norm, dtype, None)
-    form = Form(compile, Ranks(ranks, sharding))
     form.require_valid()
     fakes = Fakes(line_of_code)
     with fakes.active():

@@ -8,15 +8,13 @@ is a sum over a recorded list, and takes milliseconds.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from stepscope.acceleration.forward_registry import add_layer, forward_below
@@ -28,6 +26,7 @@ from stepscope.planning.fake_run import SIMULATED, FakeStep, run_step
 from stepscope.planning.operators import OperatorLog, Rates
 from stepscope.planning.ranks import ShardedModel
 from stepscope.planning.simulated_bytes import WORKSPACE, SimulatedBytes
+from stepscope.planning.stand_in import allocate, stand_in
 
 
 class Slot(NamedTuple):
@@ -130,6 +129,8 @@ class Blocks:
         self.kinds: dict[str, Hashable] = {}
         self.calls: dict[str, int] = {}
         self._recorder: _Recorder | None = None
+        self.is_compiled = False
+        """Whether the blocks are compiled."""
         self.costs: Mapping[str, BlockCost] | None = None
         """Sizes of what the stand-ins allocate; None for slots."""
         self.sharded: ShardedModel | None = None
@@ -212,7 +213,7 @@ class Blocks:
                 self.outputs[kind] = _Outputs.of(below(*args, **kwargs), leaves)
             inputs = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
             parameters = [p for p in block.parameters() if p.requires_grad]
-            made = _StandIn.apply(self, name, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
+            made = stand_in(_Block(self, name, len(inputs)), [*inputs, *parameters])
             return self.outputs[kind].filled(made, leaves)
 
         return run
@@ -227,21 +228,9 @@ class Blocks:
     def allocated(self, name: str, part: str) -> Tensor:
         """The memory of a slot."""
         if self.costs is not None:
-            made = torch.empty(max(getattr(self.costs[name], part), 0), dtype=torch.uint8)
-            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            if part == "saved" and hooks is not None:
-                # A ledger counts it among what is saved for the backward pass.
-                blocks(hooks[0], made)
-            return made
+            return allocate(getattr(self.costs[name], part), part)
         with nullcontext() if self._recorder is None else self._recorder.within(Slot(name, part)):
             return torch.empty(1)
-
-
-def blocks(hook: Callable[[Tensor], Any], saved: Tensor) -> Any:
-    """Call a hook of saved tensors in a function of torch, whose name a ledger shows."""
-    if torch._C._len_torch_function_stack() > 0:
-        return handle_torch_function(blocks, (), hook, saved)
-    return hook(saved)
 
 
 class Recorded(NamedTuple):
@@ -252,6 +241,34 @@ class Recorded(NamedTuple):
     forward_s: float
     backward_s: float
     optimizer_s: float
+
+
+class _Block(NamedTuple):
+    """A block of a model, as its stand-in sees it."""
+
+    blocks: Blocks
+    name: str
+    inputs: int
+    """Number of its differentiable inputs."""
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.blocks.is_compiled
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        return self.blocks.outputs[self.blocks.kinds[self.name]].tensors
+
+    def allocated(self, what: str) -> Tensor:
+        return self.blocks.allocated(self.name, what)
+
+    def retained(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+        trained = itertools.compress(outputs, (one.requires_grad for one in self.outputs))
+        sizes = self.blocks.retained.get(self.blocks.kinds[self.name], ())
+        return [*itertools.compress((*inputs[: self.inputs], *trained), sizes)]
+
+    def keep_in_forward(self, copies: Tensor) -> None:
+        self.blocks.until_backward.append(copies)
 
 
 class _Input(NamedTuple):
@@ -282,38 +299,3 @@ class _Outputs(NamedTuple):
         leaves = [next(new) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         leaves = [inputs[leaf.position] if isinstance(leaf, _Input) else leaf for leaf in leaves]
         return tree_unflatten(leaves, self.tree)
-
-
-class _StandIn(torch.autograd.Function):
-    """Allocates what a block does: outputs and gradients, and its slots."""
-
-    @staticmethod
-    def forward(ctx: Any, blocks: Blocks, name: str, inputs: int, *tensors: Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        blocks.allocated(name, "forward")
-        blocks.until_backward.append(blocks.allocated(name, "copies"))
-        ctx.saved = blocks.allocated(name, "saved")
-        like = blocks.outputs[blocks.kinds[name]].tensors
-        outputs = [torch.empty_like(one) for one in like]
-        is_trained = [one.requires_grad for one in like]
-        ctx.mark_non_differentiable(*itertools.compress(outputs, map(operator.not_, is_trained)))
-        boundary = (*tensors[:inputs], *itertools.compress(outputs, is_trained))
-        retained = blocks.retained.get(blocks.kinds[name], ())
-        ctx.save_for_backward(*itertools.compress(boundary, retained))
-        ctx.blocks, ctx.name = blocks, name
-        ctx.like = [
-            (one.size(), one.stride(), one.dtype) if needed else None
-            for one, needed in zip(tensors, ctx.needs_input_grad[3:], strict=True)
-        ]
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        del gradients
-        ctx.blocks.allocated(ctx.name, "backward")
-        # The slot has the gradients too, while there is what they are computed from.
-        ctx.saved = None
-        made = [
-            None if one is None else torch.empty_strided(*one[:2], dtype=one[2]) for one in ctx.like
-        ]
-        return None, None, None, *made

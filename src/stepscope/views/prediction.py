@@ -200,6 +200,8 @@ def model_findings(
 ) -> list[Finding]:
     peak = prediction.peak
     reserved = f"the allocator reserves {bytes_(prediction.reserved)}"
+    if prediction.is_graph:
+        reserved = f"{bytes_(prediction.graph_pool)} are in the pool of its CUDA graph; {reserved}"
     word = "estimated" if prediction.is_estimate else "predicted"
     findings = [_peak_finding(name, peak, reserved, word, estimate=prediction.is_estimate)]
     findings += _assumed_findings(name, prediction.assumed)

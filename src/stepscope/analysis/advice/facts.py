@@ -187,7 +187,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int = 1
     """Forward and backward passes per update."""
     batch: int | None = None
-    samples: int = 1
+    samples: float = 1
     """Samples per step as a multiple of the measured step's."""
     rates: dict[str, float] = {}
     """FLOP/s by dtype, measured on this machine."""

@@ -47,8 +47,9 @@ class PredictOptions(StepFlags, frozen=True, kw_only=True):
     --compile, --budget, --frontier, --ranks, --sharding (none: DDP, full: FSDP2) and --json
     apply."""
     compile: tuple[str, ...] = ("no",)
-    """With --model, torch.compile: no (eager), block (each repeated block by itself), model (the
-    full model). The memory of compiled code is an estimate."""
+    """With --model: no (eager), block (each repeated block compiled by itself), model (compiled as
+    one), accelerate (`stepscope.accelerate` and `TrainStep` as a CUDA graph; --dtype fp8 too). The
+    memory of compiled code is an estimate."""
     ranks: int = 1
     """Data-parallel ranks, each with its own batch."""
     sharding: Literal["none", "optimizer", "full"] = "none"
@@ -97,7 +98,7 @@ def main(words: list[str]) -> int:
             "stepscope predict --model my_model:build --batch 8 --dtype bfloat16 --budget 80",
             "stepscope predict --model my_model:build --ranks 64 --sharding full --budget 80"
             " --frontier plans.svg",
-            "stepscope predict --model my_model:build --compile no block model",
+            "stepscope predict --model my_model:build --compile no block model accelerate",
             "stepscope predict --size 2.7b --context 2048",
             "stepscope predict --size 2.7b --context 128 256 512 --dtype float32 bfloat16",
             "stepscope predict --size xl --table 2026 --context 2048 --budget 80",
@@ -126,6 +127,8 @@ def main(words: list[str]) -> int:
 
 def _check_applies(options: PredictOptions) -> None:
     """Raise an error for a flag that describes a built-in model."""
+    from stepscope.studies.own.prediction import COMPILE
+
     for field in msgspec.structs.fields(options):
         if field.name in _OF_MODELS or getattr(options, field.name) == field.default:
             continue
@@ -134,7 +137,7 @@ def _check_applies(options: PredictOptions) -> None:
     for flag, values, known in (
         ("optimizer", options.optimizer, (*_OPTIMIZERS,)),
         ("checkpoint", options.checkpoint, (NONE, "blocks")),
-        ("compile", options.compile, ("no", "block", "model")),
+        ("compile", options.compile, (*COMPILE,)),
         ("sharding", (options.sharding,), ("none", "full")),
     ):
         for value in values:
@@ -178,6 +181,7 @@ def _show_model(options: PredictOptions, plan: ModelPlan) -> dict[str, object]:
         **plan._asdict(),
         "peak_bytes": prediction.peak.allocated,
         "reserved_bytes": prediction.reserved,
+        "graph_pool_bytes": prediction.graph_pool,
         "is_estimate": prediction.is_estimate,
         "phases": prediction.phases,
         "assumed": prediction.assumed,

@@ -27,8 +27,9 @@ class Fp8Layers:
 
     A layer runs in FP8 if the device has FP8 GEMMs, its shape allows them, and the rule of
     `choice` predicts a gain for its number of tokens. `always` leaves the rule out. `keep` has
-    weights that stay in the matmul dtype. `decisions` says for each layer that has run why it
-    stayed; None for a layer in FP8.
+    weights that stay in the matmul dtype. With `is_assumed`, for predictions, every device is taken
+    to have FP8 GEMMs. `decisions` says for each layer that has run why it stayed; None for a layer
+    in FP8.
     """
 
     def __init__(
@@ -37,10 +38,11 @@ class Fp8Layers:
         *,
         always: bool = False,
         rates: choice.Rates = choice.RATES,
+        is_assumed: bool = False,
     ) -> None:
         self.recipe = recipe_of(recipe)
         self.always = always
-        self._rates = rates
+        self._rates, self._is_assumed = rates, is_assumed
         self._kept = WeakTensorKeyDictionary()
         self._overrides = WeakTensorKeyDictionary()
         self._names = WeakTensorKeyDictionary()
@@ -104,7 +106,7 @@ class Fp8Layers:
         recipe, chosen = self._recipe_of(weights)
         where = (weights[0].device, recipe)
         if where not in self._devices:
-            self._devices[where] = unavailable(*where)
+            self._devices[where] = None if self._is_assumed else unavailable(*where)
         if reason := self._devices[where]:
             return reason
         rows = sum(weight.shape[0] for weight in weights)

@@ -16,12 +16,21 @@ from stepscope.training.building import build, call, loss_of
 
 if TYPE_CHECKING:
     from stepscope.planning.fake_run import FakeStep, MemoryPrediction
-    from stepscope.planning.forms import Form
+    from stepscope.planning.forms import Compile, Form
 
-_COMPILE: dict[str, Literal["model", "blocks"] | None] = {
+COMPILE: dict[str, Compile | None] = {
     "no": None,
     "block": "blocks",
     "model": "model",
+    "accelerate": "accelerate",
+}
+"""Values of --compile."""
+
+
+_WORDS = {
+    "block": "blocks compiled",
+    "model": "compiled as one",
+    "accelerate": "accelerated, as a CUDA graph",
 }
 
 
@@ -42,7 +51,7 @@ class ModelPlan(NamedTuple):
     def __str__(self) -> str:
         parts = [f"{self.model} at batch {self.batch}, in {self.dtype}"]
         parts += ["blocks checkpointed"] if self.checkpoint else []
-        parts += [f"compiled by {self.compile}"] if self.compile != "no" else []
+        parts += [_WORDS[self.compile]] if self.compile != "no" else []
         if self.ranks > 1:
             parts.append(f"{'FSDP2' if self.sharding == 'full' else 'DDP'} on {self.ranks} ranks")
         return ", ".join(parts)
@@ -52,7 +61,8 @@ class ModelPlan(NamedTuple):
         from stepscope.planning.forms import Form
         from stepscope.planning.ranks import Ranks
 
-        return Form(_COMPILE[self.compile], Ranks(self.ranks, self.sharding))
+        ranks = Ranks(self.ranks, self.sharding)
+        return Form(COMPILE[self.compile], ranks, precision(self.dtype).fp8)
 
 
 @contextmanager
@@ -66,10 +76,10 @@ def _fake_step(plan: ModelPlan) -> Iterator[FakeStep]:
     from stepscope.training.parts import make_optimizer
 
     known = precision(plan.dtype)
-    if known.fp8 or known.master or known.narrow_stream:
+    if known.master or known.narrow_stream:
         raise UsageError(
             f"--dtype {plan.dtype} is predicted for the built-in sizes only",
-            "use float32, tf32, bfloat16, float16 or bfloat16-pure",
+            "use float32, tf32, bfloat16, float16, bfloat16-pure, fp8 or fp8-pure",
         )
     fakes = Fakes(line_of_code)
     with fakes.active():
@@ -119,14 +129,16 @@ def batches_that_fit(plan: ModelPlan, budget: int) -> Iterator[FittingBatch]:
 
     @cache
     def as_it_is(batch: int) -> int:
-        if plan.compile == "block":
-            # What the compiler recomputes for nothing is a plan.
+        if plan.compile in ("block", "accelerate"):
+            # What the compiler recomputes for nothing is a plan, and accelerated steps have none.
             return predict_model(plan._replace(batch=batch)).peak.allocated
         return frontiers(batch).plans[0].peak
 
     most = largest_within(lambda n: MARGIN * as_it_is(n), plan.batch, budget)
     if most:
         yield FittingBatch(batch=most, peak_bytes=as_it_is(most))
+    if plan.compile == "accelerate":
+        return
     largest = largest_within(lambda n: MARGIN * frontiers(n).plans[-1].peak, max(most, 1), budget)
     for batch in sorted({plan.batch, largest}):
         if most < batch <= largest and (fitting := within(frontiers(batch), budget)) is not None:

@@ -12,9 +12,11 @@ from stepscope.analysis.advice.rule import Change, Left, rule
 from stepscope.analysis.advice.rules.memory import excluded_by, plan_lines, setting_of_plan
 
 _MEMORY_SHARE = 0.9
+_LEAST = 1.1
+"""A batch that is larger by less is not worth another learning rate."""
 
 
-def with_batch_times(facts: Facts, times: int) -> Facts:
+def with_batch_times(facts: Facts, times: float) -> Facts:
     """Return the step with `times` as many samples.
 
     Launches, the update and the weight casts stay. Matmul time beyond the measured rate comes
@@ -25,7 +27,7 @@ def with_batch_times(facts: Facts, times: int) -> Facts:
     once = facts.casts_ms if facts.dtype in ("bfloat16", "float16") else 0.0
 
     def more(work: PhaseWork) -> PhaseWork:
-        scaled = work.scaled(dict.fromkeys(work.classes, float(times)) | {"matmul": matmuls})
+        scaled = work.scaled(dict.fromkeys(work.classes, times) | {"matmul": matmuls})
         if work.name in ("forward", "backward"):
             scaled = scaled.with_more("copy/cast", -(times - 1) * once)
         return replace(scaled, host_ms=times * work.host_ms)
@@ -34,7 +36,7 @@ def with_batch_times(facts: Facts, times: int) -> Facts:
     return replace(larger, samples=times * facts.samples)
 
 
-@rule("larger-batch", "twice the batch size")
+@rule("larger-batch", "twice the batch size, or the largest that fits")
 def _larger_batch(facts: Facts) -> Change | Left | None:
     if not facts.on_gpu:
         return Left("the step runs on a CPU")
@@ -43,17 +45,24 @@ def _larger_batch(facts: Facts) -> Change | Left | None:
     free_bytes = facts.memory_bytes * _MEMORY_SHARE - facts.peak_bytes
     planned = facts.planned("batch")
     plan = None if planned is None else planned.plan
+    larger = None if facts.batch is None else 2 * facts.batch
+    times = 2.0
     if facts.saved_bytes > free_bytes and plan is None:
         no_plan = ", and no plan of its blocks fits" if planned is not None else ""
         most = planned.largest if planned is not None else 0
-        fits = f"; the largest batch that fits is {most}" if most else ""
-        return Left(f"the memory has no room for twice the activations{no_plan}{fits}")
-    after = with_batch_times(facts, 2)
-    larger = None if facts.batch is None else 2 * facts.batch
+        # Its sizes are those of the model's input, of which a batch may have several.
+        is_batch = planned is not None and planned.size == larger
+        if facts.batch is None or not is_batch or most < _LEAST * facts.batch:
+            fits = f"; the largest batch that fits is {most}" if most else ""
+            return Left(f"the memory has no room for twice the activations{no_plan}{fits}")
+        larger, times = most, most / facts.batch
+    after = with_batch_times(facts, times)
     memory: dict[str, str] = {}
     excludes: tuple[str, ...] = ()
     how: tuple[str, ...] = ()
-    needs, more_bytes = "", facts.saved_bytes
+    needs, more_bytes = "", round((times - 1) * facts.saved_bytes)
+    size = "twice the batch size" if times == 2 else f"batch {larger}, the largest that fits"
+    less = "half as much" if times == 2 else f"{1 / times:.2g} times as much"
     if planned is not None and plan is not None:
         more_bytes = max(0, plan.peak - facts.peak_bytes)
         memory = setting_of_plan(planned)
@@ -65,10 +74,10 @@ def _larger_batch(facts: Facts) -> Change | Left | None:
             needs, how = f"; it fits with {plan.words}", plan_lines(facts)
             excludes = excluded_by(planned)
     return Change(
-        title=f"twice the batch size{', with a plan of what the blocks save' * bool(memory)}",
+        title=f"{size}{', with a plan of what the blocks save' * bool(memory)}",
         after=replace(after, batch=larger),
         gain_bytes=-more_bytes,
-        why="launches and the update cost half as much per sample; the gain is stated for the"
+        why=f"launches and the update cost {less} per sample; the gain is stated for the"
         f" current number of samples, and {free_bytes / 2**30:.3g} GiB are free{needs}",
         risk="optimization: another batch size needs another learning rate; memory",
         lines=(
@@ -83,14 +92,14 @@ def _larger_batch(facts: Facts) -> Change | Left | None:
 
 @setting("batch", without="no DataLoader has the batch size that was recorded")
 def _enlarge(program: Program, value: str) -> None:
-    """Double the batch size of DataLoaders whose batch size is half of `value`."""
+    """Give DataLoaders a batch size of `value`, if theirs is between half of it and that."""
     from torch.utils.data import DataLoader
 
     plain, size = DataLoader.__init__, int(value)
 
     def init(self: Any, dataset: Any, *arguments: Any, **keywords: Any) -> None:
         given = arguments[0] if arguments else keywords.get("batch_size", 1)
-        if given is not None and 2 * given == size:
+        if given is not None and given < size <= 2 * given:
             program.applied["batch"] += 1
             arguments = (size, *arguments[1:]) if arguments else arguments
             keywords |= {} if arguments else {"batch_size": size}
