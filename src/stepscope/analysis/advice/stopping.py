@@ -21,7 +21,7 @@ def is_decided(ratio: Ratio, best: Ratio | None = None) -> bool:
     """
     if is_hopeless(ratio):
         return True
-    if best is not None and abs(ratio.value - best.value) + _noise(ratio, best) <= WORTH:
+    if best is not None and abs(ratio.value - best.value) + noise(ratio, best) <= WORTH:
         return True
     reference = 1.0 if best is None else best.value
     known = ratio.excludes_one if best is None else faster(ratio, best) or faster(best, ratio)
@@ -36,8 +36,9 @@ def is_hopeless(ratio: Ratio) -> bool:
 
 def faster(one: Ratio, other: Ratio) -> bool:
     """Return True if a step is faster than another one by more than the noise of both."""
-    return other.value - one.value > _noise(one, other)
+    return other.value - one.value > noise(one, other)
 
 
-def _noise(one: Ratio, other: Ratio) -> float:
+def noise(one: Ratio, other: Ratio) -> float:
+    """Uncertainty of the difference of two ratios."""
     return math.hypot(*((ratio.high - ratio.low) / 2 for ratio in (one, other)))
