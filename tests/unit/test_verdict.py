@@ -16,7 +16,7 @@ from own_records import advice, attached, inspected_record, tried
 from sample_records import environment
 from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.given import with_advice
-from stepscope.advisor.verdict import breakdown, program_verdict
+from stepscope.advisor.verdict import breakdown, matmul_kinds, program_verdict
 from stepscope.analysis import parts
 from stepscope.analysis.advice.changes import advise
 from stepscope.analysis.limits import fastest_dtype, hardware_limit, mfu
@@ -640,3 +640,22 @@ def test_no_measured_change_of_a_verdict_may_gain_nothing() -> None:
         measured = [one for one in verdict.changes if one.gain.measured]
         assert all(one.gain.low > 0 for one in measured)
         assert [one.code for one in measured] == expected
+
+
+@pytest.mark.parametrize(
+    ("kernel", "library", "kind"),
+    [
+        ("aten::mkldnn_rnn_layer", "", "recurrent layers"),
+        ("RNN_blockPersist_fp_LSTM", "cuDNN", "recurrent layers"),
+        ("aten::convolution_backward", "", "convolutions"),
+        ("sm90_xmma_fprop_implicit_gemm", "cuDNN", "convolutions"),
+        ("aten::addmm", "", "matmuls"),
+    ],
+)
+def test_matmuls_are_named_by_what_they_belong_to(kernel: str, library: str, kind: str) -> None:
+    record = inspected_record()
+    summary = record.required("profile", Summary)
+    row = msgspec.structs.replace(
+        next(one for one in summary.kernels if one.kind == "matmul"), kernel=kernel, library=library
+    )
+    assert matmul_kinds(msgspec.structs.replace(summary, kernels=(row,))) == [kind]

@@ -26,7 +26,7 @@ from stepscope.analysis.advice.pieces import ACCELERATE
 from stepscope.analysis.limits import hardware_limit, mfu
 from stepscope.analysis.lines.rules import costly_lines
 from stepscope.analysis.parts import part_names
-from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.trace.summary import KernelRow, Summary
 from stepscope.analysis.trust import trust_of
 from stepscope.analysis.verdict import (
     MAX_CHANGES,
@@ -56,7 +56,9 @@ from stepscope.views.program.rows import ProgramRecord, lateness, programs, slow
 from stepscope.views.program.waterfall import program_waterfall
 
 _NAMED_FROM = 0.02
-"""Share of matmuls, attention and convolutions from which each is named."""
+"""Share of matmuls, attention, convolutions and recurrent layers from which each is named."""
+_RECURRENT = "rnn", "lstm", "gru_"
+"""Parts of the names of recurrent layers: `aten::mkldnn_rnn_layer`, `LSTM_elementWise_fp`."""
 _NOTABLE = 0.1
 """Share of the timed steps from which on validations and rollouts are part of the verdict."""
 
@@ -197,16 +199,23 @@ def breakdown(
 
 
 def matmul_kinds(summary: Summary) -> list[str]:
-    """Return what a step has of matmuls, attention and convolutions, the largest first."""
+    """Return what a step has of matmuls, attention, convolutions and recurrent layers, the largest first."""
     spent: defaultdict[str, float] = defaultdict(float)
     for row in summary.kernels:
         if row.kind in ("matmul", "attention"):
-            convolves = "conv" in row.kernel.lower() or row.library == "cuDNN"
-            kind = "convolutions" if convolves else "matmuls"
-            spent["attention" if row.kind == "attention" else kind] += row.ms
+            spent[_matmul_kind(row)] += row.ms
     total = sum(spent.values())
     shown = [kind for kind, ms in spent.items() if ms >= _NAMED_FROM * total]
     return sorted(shown, key=lambda kind: -spent[kind])
+
+
+def _matmul_kind(row: KernelRow) -> str:
+    name = row.kernel.lower()
+    if row.kind == "attention":
+        return "attention"
+    if any(layer in name for layer in _RECURRENT):
+        return "recurrent layers"
+    return "convolutions" if "conv" in name or row.library == "cuDNN" else "matmuls"
 
 
 def _memory_change(
