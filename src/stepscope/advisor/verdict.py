@@ -199,7 +199,8 @@ def breakdown(
 
 
 def matmul_kinds(summary: Summary) -> list[str]:
-    """Return what a step has of matmuls, attention, convolutions and recurrent layers, the largest first."""
+    """Return what a step has of matmuls, attention, convolutions and recurrent layers, the largest
+    first."""
     spent: defaultdict[str, float] = defaultdict(float)
     for row in summary.kernels:
         if row.kind in ("matmul", "attention"):

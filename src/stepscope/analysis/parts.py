@@ -35,13 +35,15 @@ KINDS: dict[str, PartKind] = {
     ),
     MATMULS: PartKind(
         "matmuls",
-        "time in matmuls, attention, convolutions and recurrent layers, where no rate of this machine is known",
+        "time in matmuls, attention, convolutions and recurrent layers, where no rate of this"
+        " machine is known",
     ),
     SLOW_MATMULS: PartKind(
         "matmuls-beyond-limit",
-        "time of matmuls, attention, convolutions and recurrent layers above the hardware limit: a dtype that is not"
-        " the fastest, small or uneven shapes, slow kernels. MFU compares with the rate of the"
-        " step's own dtype, this part with that of the fastest, so both can be high",
+        "time of matmuls, attention, convolutions and recurrent layers above the hardware limit: a"
+        " dtype that is not the fastest, small or uneven shapes, slow kernels. MFU compares with"
+        " the rate of the step's own dtype, this part with that of the fastest, so both can be"
+        " high",
     ),
     MEMORY: PartKind(
         "memory-bound",
