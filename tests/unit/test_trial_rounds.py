@@ -63,4 +63,5 @@ def test_the_trials_share_the_time_that_their_starts_leave(monkeypatch: pytest.M
     monkeypatch.setattr(measure.time, "monotonic", lambda: 0.0)
     trial = Trial(advice=(advice("a", 1.0),), step_ms=10.0, within_s=100.0, shares=4, restarts=3)
     assert Rounds(trial, spent_s=20.0, start_s=10.0).left_s == (100 - 20 - 3 * 10) / 4
-    assert Rounds(trial, spent_s=90.0, start_s=10.0).left_s == 0.0
+    assert Rounds(trial, spent_s=20.0, start_s=50.0).left_s == (100 - 20) / 2 / 4
+    assert Rounds(trial, spent_s=110.0, start_s=10.0).left_s == 0.0

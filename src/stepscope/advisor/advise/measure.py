@@ -40,12 +40,14 @@ class Rounds:
     """When the rounds of a trial end; they begin now.
 
     Of the time for this trial and those that follow, the start of this one took `spent_s`, and each
-    of the others that starts a program is expected to take `start_s`.
+    of the others that starts a program is expected to take `start_s`; at most half of what is left
+    is kept for these.
     """
 
     def __init__(self, trial: Trial, spent_s: float = 0.0, start_s: float = 0.0) -> None:
         self._trial = trial
-        left_s = trial.within_s - spent_s - trial.restarts * start_s
+        left_s = max(0.0, trial.within_s - spent_s)
+        left_s -= min(trial.restarts * start_s, left_s / 2)
         within_s = left_s / trial.shares if trial.within_s else math.inf
         self._end_s = time.monotonic() + within_s
 
