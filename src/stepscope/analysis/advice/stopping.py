@@ -7,8 +7,9 @@ import math
 from stepscope.analysis.advice.rule import WORTH
 from stepscope.records.stats import Ratio
 
-_OF_STEP, _OF_GAIN = 0.02, 0.1
-"""Uncertainty of a gain that is small enough: as a share of the unchanged step, or of the gain."""
+_OF_STEP, _OF_GAIN, _OF_PART = 0.02, 0.1, 0.25
+"""Uncertainty of a gain that is small enough: as a share of the unchanged step, of the gain, or of
+what a change contributes to it."""
 
 
 def is_decided(ratio: Ratio, best: Ratio | None = None) -> bool:
@@ -25,7 +26,8 @@ def is_decided(ratio: Ratio, best: Ratio | None = None) -> bool:
         return True
     reference = 1.0 if best is None else best.value
     known = ratio.excludes_one if best is None else faster(ratio, best) or faster(best, ratio)
-    enough = max(_OF_STEP, _OF_GAIN * abs(reference - ratio.value))
+    part = _OF_GAIN if best is None else _OF_PART
+    enough = max(_OF_STEP, part * abs(reference - ratio.value))
     return known and (ratio.high - ratio.low) / 2 <= enough
 
 

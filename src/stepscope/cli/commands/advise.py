@@ -427,6 +427,8 @@ def _verify(
         log=log,
     )
     first = verification.plan().next()
+    if first is None:
+        log("no trial: no change that can be made from outside is predicted to gain 3 % or more")
     with make_observer(run, len(first.combination.advice) + 1 if first else 0, 0) as observer:
         verification.verify(observer)
 
