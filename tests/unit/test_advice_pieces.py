@@ -319,7 +319,7 @@ def test_page_says_what_to_write_and_what_was_not_tried() -> None:
     texts = [one.text for one in not_tried(left, [outcome], OF_SCRIPTS)]
     assert "part of accelerate-step, which is kept" in texts[0]
     assert "fused norms" in texts[0]
-    assert "out of time" in texts[1]
+    assert f"it excludes {both.title}, which is kept" in texts[1]
 
 
 def test_accelerate_is_ranked_among_the_changes() -> None:
