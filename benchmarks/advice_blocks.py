@@ -266,14 +266,16 @@ class Blocks:
 
 
 def recorded(
-    orders: Mapping[str, Order], *, beside: int
+    orders: Mapping[str, Order], *, beside: int, until: float
 ) -> Iterator[tuple[str, Record | StepscopeError]]:
-    """Record programs, and yield each record. One at a time is beyond the gate; imports, and the
-    reading of traces, run beside each other."""
+    """Record programs, and yield each record; none is started after the time `until`. One at a time
+    is beyond the gate; imports, and the reading of traces, run beside each other."""
 
     def record(program: str) -> tuple[str, Record | StepscopeError]:
+        if time.monotonic() > until:
+            return program, StepscopeError("out of time (--minutes)")
         try:
-            return program, record_script(orders[program])
+            return program, record_script(orders[program])[0]
         except StepscopeError as error:
             return program, error
 

@@ -2,7 +2,7 @@
 
     python benchmarks/advice_search.py                      recorded programs; needs no GPU
     python benchmarks/advice_search.py --measure            programs of foreign.py; on a GPU
-    python benchmarks/advice_search.py --measure --most 8 --limit 450       first of each program
+    python benchmarks/advice_search.py --measure --most 8 --minutes 5       first of each program
     python benchmarks/advice_search.py --measure --resume --only hf_llama nano_gpt
     python benchmarks/advice_search.py --show results/advice-search_h200.jsonl
 
@@ -15,8 +15,9 @@ are predicted to gain 3 % or more, alone or in the best combination, run once fo
 combination is far from the best one. The trials of the search come first. From these times it
 follows what the search finds with each number of trials; no program runs for that.
 
-The record has one line of JSON per program and is written after each block, so that `--resume`
-continues with the next one.
+The record has one line of JSON per program and is written after each recording and each block, so
+that `--resume` continues with the next one. After `--minutes` nothing else starts; recordings that
+are running then end as usual.
 """
 
 from __future__ import annotations
@@ -200,18 +201,18 @@ class Measurement:
     def __init__(self, measured: dict[str, Measured], args: argparse.Namespace) -> None:
         self.measured, self._args = measured, args
         self._begun = time.monotonic()
+        self._until = self._begun + 60 * args.minutes
         self._names = [one.name for one in _programs(args)]
         self._orders = {one.name: _order(one, args) for one in _programs(args)}
 
     def run(self) -> None:
         # Several programs compile at a time.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
-        until = self._begun + self._args.limit
         missing = {name: o for name, o in self._orders.items() if name not in self.measured}
         self._record(missing)
         memory = 0.8 * torch_memory(self._args.device)
         Blocks(self._next, self._done, self._similar, self._best_ms,
-               beside=self._args.beside, memory_bytes=memory, until=until).run()  # fmt: skip
+               beside=self._args.beside, memory_bytes=memory, until=self._until).run()  # fmt: skip
 
     def _record(self, orders: Mapping[str, Order]) -> None:
         if not orders:
@@ -219,7 +220,7 @@ class Measurement:
         with Runner(self._args.device, 600.0) as runner:
             ceilings, lacks = runner.ceilings(_Quiet()), tuple(runner.lacks)
         self._log("ceilings")
-        for name, record in recorded(orders, beside=self._args.beside):
+        for name, record in recorded(orders, beside=self._args.beside, until=self._until):
             if isinstance(record, StepscopeError):
                 self._log(f"{name}: not recorded: {record}")
                 continue
@@ -235,7 +236,7 @@ class Measurement:
             self.measured[name] = measured
             self._left(measured)
             self._log(f"{name}: recorded, {measured.step_ms:.4g} ms, {measured.left} combinations")
-        self._write()
+            self._write()
 
     def _log(self, text: str) -> None:
         print(f"{time.monotonic() - self._begun:5.0f} s  {text}", flush=True)
@@ -412,7 +413,7 @@ def main() -> int:
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--only", nargs="+", default=[], choices=[one.name for one in PROGRAMS])
     parser.add_argument("--resume", action="store_true", help="continue with --out, or results")
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time for all of it")
     parser.add_argument(
         "--most", type=int, default=MOST, help="combinations of a program to run this time, at most"
     )

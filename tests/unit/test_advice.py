@@ -66,11 +66,15 @@ def test_advice_without_a_trial_has_a_reason() -> None:
     own = (
         advice("bfloat16"),
         advice("compile", compile="model"),
+        advice("tf32"),
         msgspec.structs.replace(advice("fused-loss"), setting={}, by_author="the loss is inside"),
     )
     texts = [one.text for one in not_tried(own, [Tried(tried(30.0, own[0]))], OF_SCRIPTS)]
     assert texts == [
-        "Not tried: the change compile (40.0 ms predicted); excluded by --only, or out of time.",
+        "Not tried: the change compile (40.0 ms predicted); excluded by --only, out of time, or"
+        " predicted to add less than 3 % to the others.",
+        "Not tried: the change tf32 (40.0 ms predicted); it excludes the change bfloat16, which is"
+        " kept.",
         "Not tried: the change fused-loss (40.0 ms predicted); the loss is inside.",
     ]
 

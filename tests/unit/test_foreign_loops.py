@@ -12,6 +12,7 @@ from torch import nn
 import stepscope
 from stepscope.advisor.inspect.progress import read_progress
 from stepscope.advisor.scope import counting, stages
+from stepscope.advisor.scope.recorder import Recorder
 from stepscope.records.memory import SAVED
 from stepscope.views.program.rows import ProgramRecord
 from watched_models import WIDTH, Network, batch, network, network_flops
@@ -292,3 +293,22 @@ def test_fewer_steps_with_many_operators_are_traced(
 def test_operator_limit_grows_with_the_programs_own_time() -> None:
     assert stages.most_operators(0.0) == stages.most_operators(10.0) == stages.MAX_OPERATORS
     assert stages.most_operators(360.0) == 10 * stages.MAX_OPERATORS
+
+
+@pytest.mark.parametrize(("within_s", "timed", "traced"), [(1e-9, 5, 1), (1e9, 8, 3), (0.0, 8, 3)])
+def test_slow_steps_are_timed_and_traced_less_often(
+    tmp_path: Path, within_s: float, timed: int, traced: int
+) -> None:
+    effort = stages.Effort(warmup=1, timed=8, traced=3, within_s=within_s)
+    recorder = Recorder(effort, tmp_path)
+    while not recorder.done:
+        recorder.begin()
+        torch.ones(2).sum()
+        recorder.end()
+    assert (len(recorder.times), recorder.trace.steps) == (timed, traced)
+    assert not recorder.cut_short
+    assert len(recorder.readings) == 2
+    fewer = ("timed_fewer", "5 instead of 8"), ("traced_fewer", "1 instead of 3")
+    for note, start in fewer:
+        assert recorder.notes.get(note, "").startswith(start if timed == 5 else "")
+        assert (note in recorder.notes) == (timed == 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -128,3 +129,33 @@ def test_the_default_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("STEPSCOPE_WAIT", "soon")
     with pytest.raises(UsageError, match="STEPSCOPE_WAIT is 'soon'"):
         seconds_to_wait()
+
+
+@pytest.mark.usefixtures("four_cores")
+@pytest.mark.parametrize(
+    ("used", "own", "then"),
+    [
+        (3.0, {}, "passive"),
+        (0.2, {}, None),
+        (3.0, {"OMP_WAIT_POLICY": "active"}, "active"),
+        (3.0, {"GOMP_SPINCOUNT": "100"}, None),
+        (3.0, {"OMP_NUM_THREADS": "1"}, None),
+        (3.0, {"RANK": "1"}, None),
+    ],
+)
+def test_threads_sleep_on_a_busy_machine_unless_the_user_chose(
+    monkeypatch: pytest.MonkeyPatch, used: float, own: dict[str, str], then: str | None
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(os, "environ", dict(own))
+    monkeypatch.setattr(load, "other_work", lambda _: used)
+    load.let_threads_sleep(said.append)
+    assert os.environ.get("OMP_WAIT_POLICY") == then
+    assert said == (
+        [
+            "other work uses 3.0 of 4 cores: threads of the script sleep while they wait"
+            " (OMP_WAIT_POLICY=passive)"
+        ]
+        if then == "passive"
+        else []
+    )

@@ -39,6 +39,7 @@ def busy_device() -> Record:
 
 NOTES = (
     "trace_missing",
+    "timed_fewer",
     "traced_fewer",
     "memory_missing",
     "snapshot_missing",

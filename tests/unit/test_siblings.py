@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -147,6 +148,10 @@ def test_a_loop_over_modules_is_advised_by_its_operators() -> None:
     advised = {one.code: one for one, _ in predictions(llama(siblings=(loop,), launch_ms=0.08))}
     # At most 11 of 12 launches.
     assert 0 < advised["batched-modules"].gain_ms <= 1500 * 11 / 12 * 0.08
+    assert "stack_module_state" in " ".join(advised["batched-modules"].lines)
+    heads = msgspec.structs.replace(loop, heads=True)
+    of_heads = {one.code: one for one, _ in predictions(llama(siblings=(heads,)))}
+    assert "scaled_dot_product_attention" in of_heads["batched-modules"].lines[-1]
     on_cpu = {one.code: one for one, _ in predictions(llama(siblings=(loop,), on_gpu=False))}
     assert on_cpu["batched-modules"].gain_ms == pytest.approx(1500 * 11 / 12 * 0.02)
     assert "batched-modules" not in {one.code for one, _ in predictions(llama())}

@@ -57,3 +57,11 @@ def test_losses_of_a_hopeless_trial_are_not_completed() -> None:
     rounds = Rounds(Trial(advice=(advice("a", 1.0),), step_ms=10.0, sequential=True))
     assert rounds.is_hopeless(first(5, times(100, 0.001), times(99, 0.001)))
     assert not rounds.is_hopeless(first(5, times(100, 0.001), times(90, 0.001)))
+
+
+def test_the_trials_share_the_time_that_their_starts_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure.time, "monotonic", lambda: 0.0)
+    trial = Trial(advice=(advice("a", 1.0),), step_ms=10.0, within_s=100.0, shares=4, restarts=3)
+    assert Rounds(trial, spent_s=20.0, start_s=10.0).left_s == (100 - 20 - 3 * 10) / 4
+    assert Rounds(trial, spent_s=20.0, start_s=50.0).left_s == (100 - 20) / 2 / 4
+    assert Rounds(trial, spent_s=110.0, start_s=10.0).left_s == 0.0

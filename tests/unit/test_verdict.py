@@ -16,7 +16,7 @@ from own_records import advice, attached, inspected_record, tried
 from sample_records import environment
 from stepscope.advisor.advise.facts import facts_of
 from stepscope.advisor.advise.given import with_advice
-from stepscope.advisor.verdict import breakdown, program_verdict
+from stepscope.advisor.verdict import breakdown, matmul_kinds, program_verdict
 from stepscope.analysis import parts
 from stepscope.analysis.advice.changes import advise
 from stepscope.analysis.limits import fastest_dtype, hardware_limit, mfu
@@ -610,3 +610,52 @@ def test_every_part_is_defined_in_the_glossary_the_page_and_by_a_flag(
     assert slow in (tmp_path / "advise-slow_h200-advice.html").read_text().replace("&#39;", "'")
     assert main(["advise", record, "--out", str(tmp_path)]) == 0
     assert slow not in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_combination_is_one_entry_unless_the_gain_of_each_change_is_known() -> None:
+    """Two of three shares are not known: a trial without the change is as noisy as its gain."""
+    verdict = verified(
+        tried(30.0, BF16, FUSED, COMPILE),
+        tried(33.0, BF16, COMPILE, noise=30.0),
+        tried(32.0, BF16, FUSED, noise=30.0),
+        tried(45.0, FUSED, COMPILE),
+    )
+    whole, share, *more = verdict.changes
+    assert whole.code == "bfloat16+fused-optimizer+compile-model"
+    assert whole.gain.value == pytest.approx(20.0, rel=0.01)
+    assert whole.gain.measured
+    assert not whole.gain.on_top_of
+    assert whole.lines == tuple(dict.fromkeys((*BF16.lines, *FUSED.lines, *COMPILE.lines)))
+    assert (share.code, share.lines) == ("bfloat16", ())
+    assert share.gain.value == pytest.approx(15.0, rel=0.01)
+    assert share.gain.on_top_of == (FUSED.title, COMPILE.title)
+    assert not any(one.gain.measured for one in more)
+
+
+def test_no_measured_change_of_a_verdict_may_gain_nothing() -> None:
+    """Whatever is known of what torch.compile adds to bfloat16."""
+    parts, whole = ["bfloat16", "compile-model"], ["bfloat16+compile-model", "bfloat16"]
+    for noise, expected in ((0.1, parts), (1.0, parts), (30.0, whole)):
+        verdict = verified(tried(30.0, BF16, COMPILE), tried(33.0, BF16, noise=noise))
+        measured = [one for one in verdict.changes if one.gain.measured]
+        assert all(one.gain.low > 0 for one in measured)
+        assert [one.code for one in measured] == expected
+
+
+@pytest.mark.parametrize(
+    ("kernel", "library", "kind"),
+    [
+        ("aten::mkldnn_rnn_layer", "", "recurrent layers"),
+        ("RNN_blockPersist_fp_LSTM", "cuDNN", "recurrent layers"),
+        ("aten::convolution_backward", "", "convolutions"),
+        ("sm90_xmma_fprop_implicit_gemm", "cuDNN", "convolutions"),
+        ("aten::addmm", "", "matmuls"),
+    ],
+)
+def test_matmuls_are_named_by_what_they_belong_to(kernel: str, library: str, kind: str) -> None:
+    record = inspected_record()
+    summary = record.required("profile", Summary)
+    row = msgspec.structs.replace(
+        next(one for one in summary.kernels if one.kind == "matmul"), kernel=kernel, library=library
+    )
+    assert matmul_kinds(msgspec.structs.replace(summary, kernels=(row,))) == [kind]

@@ -37,7 +37,7 @@ from stepscope.advisor.inspect.order import Order
 from stepscope.advisor.verdict import program_verdict
 from stepscope.analysis.advice.search import Space
 from stepscope.errors import StepscopeError
-from stepscope.records.schema import Ceiling, Record, Run
+from stepscope.records.schema import Ceiling, Record, Run, quantities
 from stepscope.records.store import Store
 from stepscope.runner.runner import new_run
 from stepscope.studies.base import PlannedCase
@@ -72,8 +72,10 @@ class PlantedRunner:
         *,
         retry: bool,
         within_s: float | None,
+        with_ceilings: bool,
     ) -> None:
         del observer
+        assert not with_ceilings
         assert retry
         self.limits.append(within_s)
         for case in cases:
@@ -213,8 +215,10 @@ def test_a_trial_that_was_cut_off_is_tried_again(tmp_path: Path) -> None:
 def test_a_trial_has_a_share_of_the_time(tmp_path: Path) -> None:
     trials = verify(tmp_path, within_s=100.0).trials
     # The best combination has three changes, each of which is then left out.
-    assert trials[0].within_s == pytest.approx(100 / 4)
-    assert trials[1].within_s == pytest.approx(90 / 4)
+    assert [(one.within_s, one.shares, one.restarts) for one in trials[:2]] == [
+        (100.0, 4, 3),
+        (90.0, 4, 3),
+    ]
     assert {one.within_s for one in verify(tmp_path / "more").trials} == {0.0}
 
 
@@ -473,3 +477,12 @@ def wait_for_the_record(path: Path) -> None:
                 return
         time.sleep(0.1)
     raise AssertionError("no step was recorded")
+
+
+def test_a_trial_is_expected_to_take_its_start_and_the_fewest_rounds() -> None:
+    """The first one also starts the unchanged program, and compares losses."""
+    record = tried(elapsed_s=60.0)
+    assert Tried(record).least_s == 60.0
+    times = quantities({"start_s": (8.0, "s"), "rounds_s": (14.0, "s")})
+    # It has seven rounds, of which five are the fewest.
+    assert Tried(msgspec.structs.replace(record, quantities=times)).least_s == 8 + 5 * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from msgspec.structs import replace
 
@@ -26,7 +26,7 @@ from stepscope.analysis.advice.rules.accelerate import ACCELERATE
 from stepscope.analysis.limits import hardware_limit, mfu
 from stepscope.analysis.lines.rules import costly_lines
 from stepscope.analysis.parts import part_names
-from stepscope.analysis.trace.summary import Summary
+from stepscope.analysis.trace.summary import KernelRow, Summary
 from stepscope.analysis.trust import trust_of
 from stepscope.analysis.verdict import (
     MAX_CHANGES,
@@ -56,7 +56,9 @@ from stepscope.views.program.rows import ProgramRecord, lateness, programs, slow
 from stepscope.views.program.waterfall import program_waterfall
 
 _NAMED_FROM = 0.02
-"""Share of matmuls, attention and convolutions from which each is named."""
+"""Share of matmuls, attention, convolutions and recurrent layers from which each is named."""
+_RECURRENT = "rnn", "lstm", "gru_"
+"""Parts of the names of recurrent layers: `aten::mkldnn_rnn_layer`, `LSTM_elementWise_fp`."""
 _NOTABLE = 0.1
 """Share of the timed steps from which on validations and rollouts are part of the verdict."""
 
@@ -197,16 +199,24 @@ def breakdown(
 
 
 def matmul_kinds(summary: Summary) -> list[str]:
-    """Return what a step has of matmuls, attention and convolutions, the largest first."""
+    """Return what a step has of matmuls, attention, convolutions and recurrent layers, the largest
+    first."""
     spent: defaultdict[str, float] = defaultdict(float)
     for row in summary.kernels:
         if row.kind in ("matmul", "attention"):
-            convolves = "conv" in row.kernel.lower() or row.library == "cuDNN"
-            kind = "convolutions" if convolves else "matmuls"
-            spent["attention" if row.kind == "attention" else kind] += row.ms
+            spent[_matmul_kind(row)] += row.ms
     total = sum(spent.values())
     shown = [kind for kind, ms in spent.items() if ms >= _NAMED_FROM * total]
     return sorted(shown, key=lambda kind: -spent[kind])
+
+
+def _matmul_kind(row: KernelRow) -> str:
+    name = row.kernel.lower()
+    if row.kind == "attention":
+        return "attention"
+    if any(layer in name for layer in _RECURRENT):
+        return "recurrent layers"
+    return "convolutions" if "conv" in name or row.library == "cuDNN" else "matmuls"
 
 
 def _memory_change(
@@ -231,7 +241,7 @@ def _memory_change(
     return MemoryChange(
         code=most.code, title=most.title, gain_bytes=most.gain_bytes, gain_ms=most.gain_ms,
         best_after=most.best_after, gain_after_ms=most.gain_after_ms,
-        tried=most.code in _codes_of(trials), measured=_measured(most, best, trials, facts),
+        tried=most.code in _codes_of(trials), measured=_measured(most, best, trials),
     )  # fmt: skip
 
 
@@ -240,16 +250,13 @@ def _codes_of(trials: Sequence[Tried]) -> set[str]:
     return {one.code for trial in trials if not trial.cut_off for one in trial.trial.advice}
 
 
-def _measured(
-    advice: Advice, best: Tried | None, trials: Sequence[Tried], facts: Facts
-) -> Gain | None:
+def _measured(advice: Advice, best: Tried | None, trials: Sequence[Tried]) -> Gain | None:
     """Measured gain of a change: as part of the best combination, or alone."""
     if best is not None and advice.code in [one.code for one in best.trial.advice]:
-        kept = _kept(advice, best, trials, facts)
-        return kept.gain if kept is not None and kept.gain.measured else None
+        return _share(advice, best, trials)
     alone = (one for one in trials if one.trial.code == advice.code and one.realized is not None)
     trial = next(alone, None)
-    return None if trial is None else _verified(advice, trial).gain
+    return None if trial is None else _gain(trial)
 
 
 def _step(record: Record) -> Estimate | None:
@@ -291,20 +298,31 @@ def _changes(
     if best is None:
         most = sorted(untried, key=lambda one: -(one.low_ms or 0.0))
         return ranked(list(_predictions(compatible((*together, *most)))))
-    kept = [change for one in together if (change := _kept(one, best, trials, facts)) is not None]
     codes = {one.code for one in untried}
     more = [
         one
         for one in advise(afterwards(facts, [one.code for one in together]))
         if one.code in codes and _goes_with(one, together)
     ]
-    kept.sort(key=lambda one: -one.gain.low)
     titles = tuple(one.title for one in together)
     added = [
         replace(one, gain=replace(one.gain, on_top_of=titles))
         for one in ranked(list(_predictions(compatible(more))))
     ]
-    return (*kept, *added)[:MAX_CHANGES]
+    return (*_of_combination(best, trials), *added)[:MAX_CHANGES]
+
+
+def _of_combination(best: Tried, trials: Sequence[Tried]) -> tuple[RankedChange, ...]:
+    """The changes of the best combination, if the gain of each is known; or else all of them as
+    one, followed by those whose gain is."""
+    shares = [(one, _share(one, best, trials)) for one in best.trial.advice]
+    known = [_ranked_change(one, gain) for one, gain in shares if gain is not None and gain.low > 0]
+    known.sort(key=lambda one: -one.gain.low)
+    warnings = {trial.trial.code: trial.loss_warning for trial in trials}
+    known = [replace(one, warning=warnings.get(one.code, "")) for one in known]
+    if len(known) == len(shares) <= MAX_CHANGES:
+        return tuple(known)
+    return _measured_change(best), *(replace(one, lines=()) for one in known)
 
 
 def _goes_with(advice: Advice, together: Sequence[Advice]) -> bool:
@@ -336,64 +354,62 @@ def _uncertain(facts: Facts, untried: Sequence[Advice]) -> RankedChange | None:
 
 
 def _measured_change(tried: Tried) -> RankedChange:
-    """The change of a trial, or all of its changes as one."""
-    change = _verified(tried.trial.advice[0], tried)
-    titles = " and ".join(one.title for one in tried.trial.advice)
-    return replace(change, code=tried.trial.code, title=titles)
+    """All changes of a trial as one, with its gain."""
+    advice = tried.trial.advice
+    risks = dict.fromkeys(one.risk for one in advice if one.risk)
+    return RankedChange(
+        code=tried.trial.code,
+        title=" and ".join(one.title for one in advice),
+        gain=_gain(tried),
+        risk="; ".join(risks),
+        lines=tuple(dict.fromkeys(line for one in advice for line in one.lines)),
+        gain_bytes=sum(one.gain_bytes for one in advice),
+        warning=tried.loss_warning,
+    )
 
 
-def _ranked_change(advice: Advice, gain: Gain, warning: str = "") -> RankedChange:
+def _ranked_change(advice: Advice, gain: Gain) -> RankedChange:
     return RankedChange(
         code=advice.code, title=advice.title, gain=gain, risk=advice.risk, lines=advice.lines,
-        gain_bytes=advice.gain_bytes, warning=warning, setting=_setting(advice),
+        gain_bytes=advice.gain_bytes, setting=_setting(advice),
     )  # fmt: skip
 
 
-def _kept(
-    advice: Advice, best: Tried, trials: Sequence[Tried], facts: Facts
-) -> RankedChange | None:
-    """A change of the best combination: its gain alone, or on top of those before it."""
+def _share(advice: Advice, best: Tried, trials: Sequence[Tried]) -> Gain | None:
+    """The measured gain of a change of the best combination: alone, on top of the others, or on top
+    of those before it; None if no trial isolates it."""
     by_codes = {
-        tuple(sorted(one.code for one in trial.trial.advice)): trial
+        frozenset(one.code for one in trial.trial.advice): trial
         for trial in trials
         if trial.ratio is not None
     }
-    alone = by_codes.get((advice.code,))
-    if alone is not None and alone.kept:
-        return _verified(advice, alone)
+    alone = by_codes.get(frozenset((advice.code,)))
+    if alone is not None and (alone is best or alone.kept):
+        return _gain(alone)
     codes = [one.code for one in best.trial.advice]
-    others = [code for code in codes if code != advice.code]
-    before = codes[: codes.index(advice.code)]
-    for first in (others, before):
-        pair = (by_codes.get(tuple(sorted(one))) for one in (first, [*first, advice.code]))
+    others = frozenset(codes) - {advice.code}
+    for first in (others, frozenset(codes[: codes.index(advice.code)])):
+        pair = (by_codes.get(one) for one in (first, first | {advice.code}))
         without, added = pair
         if without is None or added is None or not without.ratio or not added.ratio:
             continue
         gain = without.ratio.value - added.ratio.value
         noise = math.hypot(*((one.high - one.low) / 2 for one in (without.ratio, added.ratio)))
-        base = best.base_ms or facts.step_ms
+        base = best.base_ms or 0.0
         low, value, high = (base * one for one in (gain - noise, gain, gain + noise))
-        titles = _titles(best, first)
-        return _ranked_change(
-            advice, Gain(value=value, low=low, high=high, measured=True, on_top_of=titles)
-        )
-    later = [one for one in advise(afterwards(facts, others)) if one.code == advice.code]
-    change = next(_predictions(later), None)
-    if change is None:
-        return None
-    return replace(change, gain=replace(change.gain, on_top_of=_titles(best, others)))
+        return Gain(value=value, low=low, high=high, measured=True, on_top_of=_titles(best, first))
+    return None
 
 
-def _titles(best: Tried, codes: Sequence[str]) -> tuple[str, ...]:
+def _titles(best: Tried, codes: Collection[str]) -> tuple[str, ...]:
     return tuple(one.title for one in best.trial.advice if one.code in codes)
 
 
-def _verified(advice: Advice, trial: Tried) -> RankedChange:
+def _gain(trial: Tried) -> Gain:
     """The gain of a trial, as in its table."""
     realized = trial.realized
     assert realized is not None
-    gain = Gain(value=realized.value, low=realized.low, high=realized.high, measured=True)
-    return _ranked_change(advice, gain, trial.loss_warning)
+    return Gain(value=realized.value, low=realized.low, high=realized.high, measured=True)
 
 
 def _setting(advice: Advice) -> str:

@@ -35,13 +35,15 @@ KINDS: dict[str, PartKind] = {
     ),
     MATMULS: PartKind(
         "matmuls",
-        "time in matmuls, attention and convolutions, where no rate of this machine is known",
+        "time in matmuls, attention, convolutions and recurrent layers, where no rate of this"
+        " machine is known",
     ),
     SLOW_MATMULS: PartKind(
         "matmuls-beyond-limit",
-        "time of matmuls, attention and convolutions above the hardware limit: a dtype that is not"
-        " the fastest, small or uneven shapes, slow kernels. MFU compares with the rate of the"
-        " step's own dtype, this part with that of the fastest, so both can be high",
+        "time of matmuls, attention, convolutions and recurrent layers above the hardware limit: a"
+        " dtype that is not the fastest, small or uneven shapes, slow kernels. MFU compares with"
+        " the rate of the step's own dtype, this part with that of the fastest, so both can be"
+        " high",
     ),
     MEMORY: PartKind(
         "memory-bound",
@@ -76,7 +78,7 @@ KINDS: dict[str, PartKind] = {
 
 def part_names(matmuls: Sequence[str] = (), *, on_gpu: bool = True) -> dict[str, str]:
     """Return the names of the parts of one step, where they differ: `matmuls` is what it has of
-    matmuls, attention and convolutions. On a CPU no device is idle."""
+    matmuls, attention, convolutions and recurrent layers. On a CPU no device is idle."""
     words = (
         " and ".join((", ".join(matmuls[:-1]), matmuls[-1])) if matmuls[1:] else "".join(matmuls)
     )

@@ -22,6 +22,8 @@ BASE, CHANGED = "base", "changed"
 APART, SHARED = "apart", "shared"
 """Notes of a trial whose variants were not interleaved, and of one in a process of another trial,
 with the reason."""
+START_S, ROUNDS_S = "start_s", "rounds_s"
+"""Quantities of a trial: seconds until the changed program was warm, and for all rounds."""
 CPU, INSTRUCTIONS = "cpu", "instructions"
 """Series of the CPU time and of the instructions of each turn, per step: of all threads of a
 process."""
@@ -56,7 +58,11 @@ class Trial(Case, frozen=True, kw_only=True):
     sequential: bool = False
     """The rounds end as soon as the gain is known; in older records they never do."""
     within_s: float = 0.0
-    """Seconds for the rounds, whatever is known by then; 0 for no limit."""
+    """Seconds for this trial and those that follow it; 0 for no limit."""
+    shares: int = 1
+    """Trials among which that time is divided, once all of them have started their programs."""
+    restarts: int = 0
+    """Those of the others that start a program."""
     best: Ratio | None = None
     """Time of the best combination so far over the unchanged step: what the trial is compared
     with."""

@@ -26,7 +26,7 @@ from stepscope.analysis.kernels.matmuls import FP8
 from stepscope.analysis.kernels.names import FILL
 from stepscope.analysis.limits import measured_ceilings
 from stepscope.analysis.lines.facts import Lines
-from stepscope.analysis.lines.rules import module_loops
+from stepscope.analysis.lines.rules import attends, module_loops
 from stepscope.analysis.trace.summary import KernelRow, Summary
 from stepscope.analysis.trust import trust_of
 from stepscope.errors import StepscopeError
@@ -167,6 +167,7 @@ def _siblings(lines: Lines) -> tuple[Siblings, ...]:
             where=lines.places[loop.place].where,
             modules=loop.iterations // loop.entries,
             operators={"forward": float(loop.operators), "backward": float(backward)},
+            heads=attends(loop),
         )
         for loop, backward in module_loops(lines)
     )

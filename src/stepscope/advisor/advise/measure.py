@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 _BUSY, _MORE = 0.2, 2
 """Width of the interval after all rounds from which the machine counts as busy, and how many times
 as many rounds a trial then has at most."""
-_LEAST_ROUNDS = 5
-"""Fewest rounds of a trial whose time is over: the interval of fewer is too wide."""
+LEAST_ROUNDS = 5
+"""Fewest rounds of a trial whose time is over, or whose script ends: the interval of fewer is too
+wide."""
 IN_BLOCKS = (BASE, CHANGED, CHANGED, BASE)
 """Order of blocks if the variants cannot be interleaved: drift affects both equally."""
 
@@ -36,11 +37,19 @@ Samples = Mapping[str, Sequence[float]]
 
 
 class Rounds:
-    """When the rounds of a trial end; their time begins now."""
+    """When the rounds of a trial end; they begin now.
 
-    def __init__(self, trial: Trial) -> None:
+    Of the time for this trial and those that follow, the start of this one took `spent_s`, and each
+    of the others that starts a program is expected to take `start_s`; at most half of what is left
+    is kept for these.
+    """
+
+    def __init__(self, trial: Trial, spent_s: float = 0.0, start_s: float = 0.0) -> None:
         self._trial = trial
-        self._end_s = time.monotonic() + (trial.within_s or math.inf)
+        left_s = max(0.0, trial.within_s - spent_s)
+        left_s -= min(trial.restarts * start_s, left_s / 2)
+        within_s = left_s / trial.shares if trial.within_s else math.inf
+        self._end_s = time.monotonic() + within_s
 
     @property
     def left_s(self) -> float:
@@ -58,7 +67,7 @@ class Rounds:
         if not self._has_interval(step):
             return rounds >= most
         ratio = self._ratio(step)
-        if is_decided(ratio, self._trial.best) or (rounds >= _LEAST_ROUNDS and not self.left_s):
+        if is_decided(ratio, self._trial.best) or (rounds >= LEAST_ROUNDS and not self.left_s):
             return True
         if rounds < most or ratio.excludes_one or ratio.high - ratio.low <= _BUSY:
             return rounds >= most

@@ -8,7 +8,17 @@ from functools import cached_property
 
 import msgspec
 
-from stepscope.advisor.advise.cases import BASE, CHANGED, CPU, INSTRUCTIONS, SHARED, Trial
+from stepscope.advisor.advise.cases import (
+    BASE,
+    CHANGED,
+    CPU,
+    INSTRUCTIONS,
+    ROUNDS_S,
+    SHARED,
+    START_S,
+    Trial,
+)
+from stepscope.advisor.advise.measure import LEAST_ROUNDS
 from stepscope.analysis.advice import order
 from stepscope.analysis.advice.calibration import Verified, is_right
 from stepscope.analysis.advice.changes import WORTH, Advice
@@ -141,6 +151,15 @@ class Tried:
         """The changes are a part of those of another trial, in whose process they were timed: its
         losses stand for theirs."""
         return SHARED in self.record.notes
+
+    @property
+    def least_s(self) -> float:
+        """Time that another such trial takes at least: to start its program and for the fewest
+        rounds."""
+        start_s, rounds_s = (self.record.quantity(name) for name in (START_S, ROUNDS_S))
+        if start_s is None or rounds_s is None:
+            return self.record.elapsed_s
+        return start_s + LEAST_ROUNDS * rounds_s / len(self._times(BASE))
 
     @property
     def result(self) -> Result:

@@ -7,6 +7,7 @@ can have its settings, one start of the script.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -18,7 +19,9 @@ from stepscope.advisor.advise.cases import (
     CHANGED,
     CPU,
     INSTRUCTIONS,
+    ROUNDS_S,
     SHARED,
+    START_S,
     Script,
     Trial,
 )
@@ -32,20 +35,19 @@ from stepscope.advisor.advise.interleaved import (
 )
 from stepscope.advisor.advise.measure import (
     IN_BLOCKS,
+    LEAST_ROUNDS,
     Rounds,
     loss_series,
     trial_quantities,
 )
 from stepscope.advisor.inspect.order import Order
-from stepscope.records.schema import Clock, Series
+from stepscope.records.schema import Clock, Series, quantities
 from stepscope.studies.base import Bench, Measurement
 
 _TURN_MS = 200.0
 """Target duration of a turn."""
 _FEWEST, _MOST = 2, 10
 """Fewest timed steps to which the turns of a short script are cut, and most of a turn."""
-_LEAST_ROUNDS = 5
-"""Fewest rounds of a trial of a script that ends."""
 _MOST_STARTS = 4
 """Most starts of a script that ends before its trial."""
 
@@ -60,6 +62,8 @@ class Times:
         self.losses: dict[str, list[float | None]] = {}
         self.peaks: dict[str, int | None] = {}
         self.notes: dict[str, str] = {}
+        self.start_s = self.rounds_s = 0.0
+        """Seconds until the changed program was warm, and for all rounds."""
 
     @property
     def rounds(self) -> int:
@@ -214,7 +218,14 @@ def measure_script_trial(
             ),
             *loss_series(times.losses),
         ),
-        quantities=trial_quantities(times.losses, times.peaks),
+        quantities=(
+            *trial_quantities(times.losses, times.peaks),
+            *quantities(
+                {START_S: (times.start_s, "s"), ROUNDS_S: (times.rounds_s, "s")}
+                if times.rounds
+                else {}
+            ),
+        ),
         readings=tuple(readings),
         notes=times.notes,
     )
@@ -237,13 +248,18 @@ def compared_times(
 def _interleaved(trial: Trial, script: Script, bench: Shows, runs: Runs, on_cpu: bool) -> Times:
     times = Times()
     settings = {BASE: {}, CHANGED: trial.settings}
-    alive = {name: runs.run(script, name, settings[name], bench) for name in settings}
+    begun, alive = time.monotonic(), {}
+    for name in settings:
+        since = time.monotonic()
+        alive[name] = runs.run(script, name, settings[name], bench)
+        times.start_s = time.monotonic() - since
     if times.has_no_effect(alive[CHANGED].ready()):
         runs.end(CHANGED)
         return times
     if alive[CHANGED].is_switched:
         times.notes[SHARED] = "its changes are a part of those of a process that was tried before"
-    turns, rounds = _Turns(alive[BASE].ready(), on_cpu), Rounds(trial)
+    turns, since = _Turns(alive[BASE].ready(), on_cpu), time.monotonic()
+    rounds = Rounds(trial, since - begun, times.start_s)
     order_of, shuffle = list(alive), random.Random(0).shuffle
     starts, since_start = dict.fromkeys(alive, 1), 0
     while not rounds.are_enough(times.ms, times.cpu_ms, times.instructions):
@@ -267,6 +283,7 @@ def _interleaved(trial: Trial, script: Script, bench: Shows, runs: Runs, on_cpu:
         else:
             since_start += 1
             bench.progress(times.rounds, trial.rounds, "rounds")
+    times.rounds_s = time.monotonic() - since
     if SHARED not in times.notes:
         for name, run in alive.items():
             if not rounds.is_hopeless(times.ms):
@@ -280,8 +297,8 @@ def _interleaved(trial: Trial, script: Script, bench: Shows, runs: Runs, on_cpu:
 
 def _ended(times: Times, script: Script, turns: _Turns, ended: ScriptEndedError) -> Times:
     """Return the times of a script that ended, if these are enough."""
-    if times.rounds < _LEAST_ROUNDS:
-        needed = script.warmup + _LEAST_ROUNDS * turns.total
+    if times.rounds < LEAST_ROUNDS:
+        needed = script.warmup + LEAST_ROUNDS * turns.total
         raise ScriptEndedError(
             f"{ended} after {times.rounds} rounds of {turns.total} steps",
             f"a trial needs {needed} steps: let the script run that many",
@@ -316,7 +333,7 @@ def _in_blocks(trial: Trial, script: Script, bench: Shows, runs: Runs, on_cpu: b
                 blocks[-1].append(run.turn(turns.steps, turns.untimed).step_ms)
                 bench.progress(block * each + done + 1, len(IN_BLOCKS) * each, "rounds")
         except ScriptFinishedError as ended:
-            if len(blocks[-1]) < -(-_LEAST_ROUNDS // 2):
+            if len(blocks[-1]) < -(-LEAST_ROUNDS // 2):
                 return _ended(times, script, turns, ended)
             times.notes["ended_early"] = f"{ended} after {len(blocks[-1])} rounds of a block"
         finally:

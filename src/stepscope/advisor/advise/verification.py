@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection
 
@@ -55,8 +56,8 @@ class Deadline:
         self._longest_shared = 0.0
 
     def took(self, trial: Trial, seconds: float, *, shares: bool = False) -> None:
-        """Note how long a trial took; it `shares` the process of an earlier one, or starts its own
-        programs."""
+        """Note how long such a trial takes; it `shares` the process of an earlier one, or starts
+        its own program."""
         kind = compiles(trial)
         if shares:
             self._longest_shared = max(seconds, self._longest_shared)
@@ -163,17 +164,31 @@ class Verification:
 
     def _trial(self, planned: Planned, plan: Plan) -> Trial:
         facts, advice = self._space.facts, planned.combination.advice
-        several = len(advice) > 1
-        # The best combination is then tried without each of its changes.
-        others = len(advice) if several and planned.purpose == "best predicted" else 0
-        shares = max(_FEWEST_SHARES, others + sum(1 for _ in plan.trials()))
+        several, own = len(advice) > 1, planned.combination.codes
+        others = [one.combination.codes for one in plan.trials()]
+        others = [codes for codes in others if codes != own]
+        if several and planned.purpose == "best predicted":
+            # It is then tried without each of its changes.
+            others += [own - {code} for code in own]
+        whole = plan.best or own
+        settings = {one.code: one.setting for one in (*self._space.reachable, *advice)}
+        lacking = (
+            [name for code in whole - codes for name in settings.get(code, ())]
+            for codes in others
+            if codes < whole
+        )
+        switched = sum(switchable(names) for names in lacking)
         return replace(
             self._template,
             advice=tuple(with_range(one, facts) for one in advice),
             together_ms=facts.step_ms - planned.combination.step_ms if several else None,
             best=None if planned.purpose == "alone" else plan.best_ratio,
             purpose=planned.purpose,
-            within_s=(self._deadline.left_s or 0.0) / shares,
+            within_s=self._deadline.left_s or 0.0,
+            shares=max(_FEWEST_SHARES, 1 + len(others)),
+            restarts=len(others) - switched,
+            # The losses of a part of the best combination are compared as far as it runs.
+            loss_steps=0 if planned.purpose == "without one" else self._template.loss_steps,
         )
 
     def _try(self, trial: Trial, observer: Observer) -> Tried:
@@ -186,11 +201,14 @@ class Verification:
         self._store.expect(self._run.id, len({*finished, (case.study, case.key)}))
         start = time.monotonic()
         within_s = self._deadline.limit_s(trial, others=self._others)
-        self._runner.run([case], self._run, self._store, observer, retry=True, within_s=within_s)
+        self._runner.run(
+            [case], self._run, self._store, observer, retry=True, within_s=within_s,
+            with_ceilings=False,
+        )  # fmt: skip
         record = self._record(case.study, case.key)
         assert record is not None
         tried = Tried(record)
-        took_s = time.monotonic() - start
+        took_s = min(tried.least_s or math.inf, time.monotonic() - start)
         self._deadline.took(trial, took_s, shares=tried.shares_process)
         self._log(outcome(tried))
         if not tried.is_vague and (verified := tried.verified()) is not None:

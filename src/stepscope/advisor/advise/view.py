@@ -139,7 +139,10 @@ def _not_tried_alone(advice: Advice, kept: Sequence[Trial]) -> str:
     if advice.gain_ms < 0:
         first = f" without {advice.best_after}" if advice.best_after else ""
         return f"it is predicted to cost time{first}"
-    return "excluded by --only, or out of time"
+    rivals = (one for trial in kept for one in trial.advice if one.conflicts_with(advice))
+    if (rival := next(rivals, None)) is not None:
+        return f"it excludes {rival.title}, which is kept"
+    return "excluded by --only, out of time, or predicted to add less than 3 % to the others"
 
 
 def not_applicable_table(changes: Sequence[NotApplicable]) -> Table:

@@ -7,6 +7,9 @@ from typing import Literal
 
 import msgspec
 
+TIMED, TIMED_WITHIN_S = 10, 30.0
+"""Steps that are timed unless a number is given, and the time after which there are fewer."""
+
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Script to run and what to record of it, passed as JSON."""
@@ -20,6 +23,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     timed: int
     traced: int
     memory: bool
+    within_s: float = 0.0
+    """Seconds for the timed steps of a slow program, and for the traced ones; 0 for no limit."""
     plans: Literal["auto", "yes", "no"] = "no"
     """Plan the memory of a step after the recorded ones; auto: if it is on a GPU."""
     stop: bool = False

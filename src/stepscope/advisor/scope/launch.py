@@ -72,7 +72,12 @@ def _watcher(order: Order, folder: Path) -> Observer:
     if order.channel is not None:
         return InterleavedRun(order.channel, order.settings, order.warmup, order.optimizers)
     effort = Effort(
-        warmup=order.warmup, timed=order.timed, traced=order.traced, memory=order.memory
+        warmup=order.warmup,
+        timed=order.timed,
+        traced=order.traced,
+        memory=order.memory,
+        # All ranks time and trace the same steps.
+        within_s=0.0 if "RANK" in os.environ else order.within_s,
     )
     return Watcher(
         folder,

@@ -30,6 +30,7 @@ from stepscope.measure.device import CpuDevice, CudaDevice, Device, Timestamp
 from stepscope.measure.modules import OutermostCalls, hooked_roots
 from stepscope.records.plans import Planned
 from stepscope.records.schema import Reading
+from stepscope.records.stats import MIN_SAMPLES
 
 ISSUED_STEPS = 5
 """Steps in which the host's issue time is measured, on a GPU."""
@@ -255,7 +256,7 @@ class Recorder:
             self.evaluations.append(self._evaluated)
             self.epoch_starts.append(self._epoch_starts)
             self.tokens.append(self._tokens)
-            if len(self.times) == self.effort.timed:
+            if len(self.times) == self.effort.timed or self._timed_long():
                 self._open.close()
                 self.readings.append(self.device.read())
                 self.peak_bytes = self._peak()
@@ -380,24 +381,43 @@ class Recorder:
 
     def _own_s(self) -> float:
         """Minimum time that the program itself takes for the steps of this recording."""
-        timed = [end.host_s - start.host_s for start, end in self.times]
         others = self.effort.steps - self.effort.warmup
-        return sum(self.warmup_s) + others * sum(timed) / len(timed)
+        return sum(self.warmup_s) + others * self._step_s()
+
+    def _step_s(self) -> float:
+        """Mean time of the timed steps so far."""
+        return sum(end.host_s - start.host_s for start, end in self.times) / len(self.times)
+
+    def _timed_long(self) -> bool:
+        """Return True, and note why, if the timed steps are enough and their time is over."""
+        count, step_s = len(self.times), self._step_s()
+        if not self.effort.within_s or count < MIN_SAMPLES or count * step_s < self.effort.within_s:
+            return False
+        self.notes["timed_fewer"] = (
+            f"{count} instead of {self.effort.timed}, because a step takes {step_s:.1f} s"
+        )
+        self.effort = msgspec.structs.replace(self.effort, timed=count)
+        return True
 
     def _limit_trace(self) -> None:
-        """Limit the number of traced steps by the operators of a step; none if too many."""
-        if self.count.operators is None or self.trace.steps:
+        """Limit the number of traced steps by the operators of a step, none if too many, and by its
+        time."""
+        if self.trace.steps:
             return
-        fit = self.count.steps_that_fit
+        fits = {}
+        if self.count.operators is not None:
+            why = f"a step runs {self.count.operators:,} operators"
+            fits[why] = self.count.steps_that_fit
+        if self.effort.within_s and self.times:
+            step_s = self._step_s()
+            fits[f"a step takes {step_s:.1f} s"] = max(1, int(self.effort.within_s / step_s))
+        why, fit = min(fits.items(), key=lambda one: one[1], default=("", self.effort.traced))
         if not fit:
             self.trace.drop()
             self.notes["trace_missing"] = self.count.why_not("tracing it")
             self._close()
         elif fit < self.effort.traced:
-            self.notes["traced_fewer"] = (
-                f"{fit} instead of {self.effort.traced}, because a step runs"
-                f" {self.count.operators:,} operators"
-            )
+            self.notes["traced_fewer"] = f"{fit} instead of {self.effort.traced}, because {why}"
             self.effort = msgspec.structs.replace(self.effort, traced=fit)
 
     def _prepare_trace(self) -> None:

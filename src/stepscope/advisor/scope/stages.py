@@ -51,6 +51,10 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
     """Steps in which only the host is timed; 0 on a CPU, where host and device are the same."""
     memory: bool = True
     """Count every tensor of one step, for the memory ledger."""
+    within_s: float = 0.0
+    """Seconds after which there are no more timed steps, if there are enough to know their spread,
+    and into which the traced ones must fit; 0 for no limit. Slow steps take long to record, and on
+    a busy machine any step is slow."""
 
     def __post_init__(self) -> None:
         if self.warmup < 0:

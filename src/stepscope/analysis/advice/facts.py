@@ -82,6 +82,8 @@ class Siblings(msgspec.Struct, frozen=True, kw_only=True):
     modules: int
     operators: dict[str, float]
     """Operators of a step in the forward and in the backward."""
+    heads: bool = False
+    """They are heads of an attention."""
 
 
 _LOADER_BOUND = 0.1

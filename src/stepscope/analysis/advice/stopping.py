@@ -7,8 +7,9 @@ import math
 from stepscope.analysis.advice.rule import WORTH
 from stepscope.records.stats import Ratio
 
-_OF_STEP, _OF_GAIN = 0.02, 0.1
-"""Uncertainty of a gain that is small enough: as a share of the unchanged step, or of the gain."""
+_OF_STEP, _OF_GAIN, _OF_PART = 0.02, 0.1, 0.25
+"""Uncertainty of a gain that is small enough: as a share of the unchanged step, of the gain, or of
+what a change contributes to it."""
 
 
 def is_decided(ratio: Ratio, best: Ratio | None = None) -> bool:
@@ -21,11 +22,12 @@ def is_decided(ratio: Ratio, best: Ratio | None = None) -> bool:
     """
     if is_hopeless(ratio):
         return True
-    if best is not None and abs(ratio.value - best.value) + _noise(ratio, best) <= WORTH:
+    if best is not None and abs(ratio.value - best.value) + noise(ratio, best) <= WORTH:
         return True
     reference = 1.0 if best is None else best.value
     known = ratio.excludes_one if best is None else faster(ratio, best) or faster(best, ratio)
-    enough = max(_OF_STEP, _OF_GAIN * abs(reference - ratio.value))
+    part = _OF_GAIN if best is None else _OF_PART
+    enough = max(_OF_STEP, part * abs(reference - ratio.value))
     return known and (ratio.high - ratio.low) / 2 <= enough
 
 
@@ -36,8 +38,9 @@ def is_hopeless(ratio: Ratio) -> bool:
 
 def faster(one: Ratio, other: Ratio) -> bool:
     """Return True if a step is faster than another one by more than the noise of both."""
-    return other.value - one.value > _noise(one, other)
+    return other.value - one.value > noise(one, other)
 
 
-def _noise(one: Ratio, other: Ratio) -> float:
+def noise(one: Ratio, other: Ratio) -> float:
+    """Uncertainty of the difference of two ratios."""
     return math.hypot(*((ratio.high - ratio.low) / 2 for ratio in (one, other)))

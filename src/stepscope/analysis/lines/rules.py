@@ -166,12 +166,17 @@ def _words(loop: Loop, place: Place) -> _Words | None:
         if loop.parameters and shared and each >= _SCAN_FROM / 2:
             return _RECURRENT
         return _SCAN if not loop.parameters and each >= _SCAN_FROM else None
-    if loop.softmaxes >= loop.iterations and loop.matmuls >= 2 * loop.iterations:
+    if attends(loop):
         return _HEADS
     for words in _INDEPENDENT:
         if re.search(words.names, place.code, re.IGNORECASE):
             return words
     return _MODULES if loop.parameters >= each and not shared else _OTHER
+
+
+def attends(loop: Loop) -> bool:
+    """Return True if each iteration is an attention."""
+    return loop.softmaxes >= loop.iterations and loop.matmuls >= 2 * loop.iterations
 
 
 def _is_chain(loop: Loop) -> bool:

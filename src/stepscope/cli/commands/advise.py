@@ -19,7 +19,7 @@ from stepscope.advisor.advise.given import with_advice
 from stepscope.advisor.advise.interleaved import ScriptOutOfMemoryError
 from stepscope.advisor.advise.step import RecordedStep
 from stepscope.advisor.advise.verification import Verification, template
-from stepscope.advisor.inspect.order import Order
+from stepscope.advisor.inspect.order import TIMED, TIMED_WITHIN_S, Order
 from stepscope.analysis.advice.search import ORDER
 from stepscope.analysis.plausibility import plausible
 from stepscope.cli.advice_page import conclude
@@ -36,6 +36,7 @@ from stepscope.records.names import file_name
 from stepscope.records.schema import Environment, Record, Run
 from stepscope.records.store import Store
 from stepscope.report.format import counted
+from stepscope.runner.load import let_threads_sleep
 from stepscope.runner.runner import Runner, new_run, plan_digest
 from stepscope.studies.base import PlannedCase
 from stepscope.studies.own import STUDY as OWN
@@ -271,12 +272,16 @@ def _advise_script(
         warmup=options.warmup,
         ranks=options.nproc,
     )
+    let_threads_sleep(log)
     request = PlannedCase(study=STUDY_NAME, key=script.key, config=msgspec.to_builtins(script))
     with Store(options.store) as store:
         run, new = _find_run(options, store, [request], words)
         recorded = [] if new else [one for one in store.records(run.id) if one.study == STUDY_NAME]
         step: RecordedStep | None = None
-        order = order_of(script, timed=10, traced=3, memory=True, stop=True, plans=options.plans)
+        order = order_of(
+            script, timed=TIMED, within_s=TIMED_WITHIN_S, traced=3, memory=True, stop=True,
+            plans=options.plans,
+        )  # fmt: skip
         reused = None if recorded or script.ranks > 1 else _recent(store, order, options)
         if reused is None and not recorded:
             log(f"recording a few steps of {target}")
@@ -422,6 +427,8 @@ def _verify(
         log=log,
     )
     first = verification.plan().next()
+    if first is None:
+        log("no trial: no change that can be made from outside is predicted to gain 3 % or more")
     with make_observer(run, len(first.combination.advice) + 1 if first else 0, 0) as observer:
         verification.verify(observer)
 

@@ -16,7 +16,7 @@ import msgspec
 import tyro
 
 from stepscope.advisor.inspect.background import Background
-from stepscope.advisor.inspect.order import Order
+from stepscope.advisor.inspect.order import TIMED, TIMED_WITHIN_S, Order
 from stepscope.advisor.inspect.rendezvous import SharedDirectory, shared_directory
 from stepscope.cli.answer import Answer, AnswerOptions, for_shell, in_directory, print_answer
 from stepscope.cli.common import json_line, parse, require_writable, write_text
@@ -28,6 +28,7 @@ from stepscope.processes import script_command, torchrun_command
 from stepscope.records.jsonl import write_records
 from stepscope.records.schema import Record
 from stepscope.report.format import bytes_, duration
+from stepscope.runner.load import let_threads_sleep
 
 _OTHER_RANKS_WITHIN_S = 60.0
 _FIX = "let it run more steps, or give a smaller --warmup and --steps"
@@ -46,8 +47,9 @@ class InspectOptions(AnswerOptions, frozen=True, kw_only=True):
     --out."""
     warmup: int = 5
     """First steps of the script, which are not recorded."""
-    steps: int = 10
-    """Steps that are timed, without a profiler."""
+    steps: int | None = None
+    """Steps that are timed, without a profiler. Without it: 10, or those of 30 s, but at least
+    5."""
     profiled_steps: int = 3
     """Steps that are recorded with torch.profiler, after the timed ones."""
     memory: bool = True
@@ -113,6 +115,7 @@ def main(words: list[str]) -> int:
     name = f"{target}-module" if options.module else Path(target).stem
     page = _page_of_this_machine(options.page or options.out / f"{name}.html")
     require_writable(page, "give another path with --page")
+    let_threads_sleep(log)
     shared = shared_directory()
     if shared.alone:
         rank = os.environ.get("RANK", "0")
@@ -126,9 +129,10 @@ def main(words: list[str]) -> int:
 def _order(options: InspectOptions, target: str, words: list[str]) -> Order:
     if not options.module and not Path(target).is_file():
         raise no_such_file(target, "script", "give a module after -m")
-    if options.steps < 1 or options.profiled_steps < 1 or options.warmup < 0:
+    steps = TIMED if options.steps is None else options.steps
+    if steps < 1 or options.profiled_steps < 1 or options.warmup < 0:
         raise UsageError(
-            f"--warmup is {options.warmup}, --steps {options.steps} and --profiled-steps"
+            f"--warmup is {options.warmup}, --steps {steps} and --profiled-steps"
             f" {options.profiled_steps}",
             "at least one step must be timed and one profiled, and --warmup must be 0 or above",
         )
@@ -137,7 +141,8 @@ def _order(options: InspectOptions, target: str, words: list[str]) -> Order:
         module=options.module,
         words=tuple(words),
         warmup=options.warmup,
-        timed=options.steps,
+        timed=steps,
+        within_s=TIMED_WITHIN_S if options.steps is None else 0.0,
         traced=options.profiled_steps,
         memory=options.memory,
         plans=options.plans,

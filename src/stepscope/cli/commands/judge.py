@@ -22,6 +22,7 @@ from stepscope.cli.messages import log, say
 from stepscope.cli.patching import Silent
 from stepscope.errors import UsageError, in_one_line, no_such_file, unknown_name
 from stepscope.records.stats import FEWEST_PAIRS
+from stepscope.runner.load import let_threads_sleep
 
 _CODES: dict[Outcome, int] = {"faster": 0, "refused": 3, "not faster": 3, "cannot tell": 4}
 _MARKS = {"pass": "ok", "fail": "FAILS", "unknown": "cannot tell"}
@@ -73,6 +74,7 @@ def main(words: list[str]) -> int:
     if options.dtype not in GRADIENT_ERROR:
         raise unknown_name("dtype", options.dtype, GRADIENT_ERROR)
     with _scripts(options) as (original, changed):
+        let_threads_sleep(log)
         log("observing both scripts, then timing them interleaved")
         verdict = referee(
             original,

@@ -28,6 +28,7 @@ from stepscope.views.trace.findings import HOST_LIMITS_FROM, TRACED_APART, trace
 
 _MISSING = {
     "trace_missing": "The steps were not traced",
+    "timed_fewer": "Fewer steps were timed than usual",
     "traced_fewer": "Fewer steps were traced than requested",
     "memory_missing": "There is no memory breakdown",
     "plans_missing": "The memory of the step was not planned",
