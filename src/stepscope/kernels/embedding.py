@@ -67,9 +67,10 @@ def _gradient(
 ) -> Tensor:
     """Return the gradient of the table; the row of `padding_idx` gets none, unless it is -1."""
     if not _kernel_takes(tokens, grad, rows):
-        return torch.ops.aten.embedding_dense_backward(grad, tokens, rows, padding_idx, False).to(
-            dtype
+        found: Tensor = torch.ops.aten.embedding_dense_backward(
+            grad, tokens, rows, padding_idx, False
         )
+        return found.to(dtype)
     from stepscope.kernels.triton.embedding import backward
 
     made = backward(tokens.contiguous(), grad.contiguous(), rows, dtype)

@@ -129,14 +129,16 @@ class AcceleratedStep:
         return {name: distinct[id(one)] for name, one in found.items()}
 
     def _made(self, one: Copied) -> _MadeOnce:
-        weight = self._named[one.weight]
-        made = [torch.empty(weight.shape, dtype=one.dtype)]
+        weights = [self._named[name] for name in one.weights]
+        weight = weights[0]
+        rows = sum(x.shape[0] for x in weights)
+        made = [torch.empty((rows, *weight.shape[1:]), dtype=one.dtype)]
         if one.fp8 is not None:
             shape = weight.shape[::-1] if one.transposed else weight.shape
             slot = torch.empty_strided(weight.shape, (0, 0), dtype=one.dtype)
             made = [torch.empty(shape, dtype=torch.float8_e4m3fn), torch.empty(()), slot]
         return _MadeOnce(
-            one.weight, one.names, one.copies, one.dtype, one.fp8, one.transposed,
+            one.weights, one.names, one.copies, one.dtype, one.fp8, one.transposed,
             tuple(made), self._update,
         )  # fmt: skip
 
@@ -267,15 +269,16 @@ class _MadeOnce(Copied):
     made: tuple[Tensor, ...] = ()
     update: _Update = field(default_factory=_Update)
 
-    def __call__(self, weight: Tensor) -> tuple[Tensor, ...]:
-        made: Any = _Read.apply(self, weight)  # type: ignore[no-untyped-call]
+    def __call__(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        made: Any = _Read.apply(self, *weights)  # type: ignore[no-untyped-call]
         return made if isinstance(made, tuple) else (made,)
 
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, copied: _MadeOnce, weight: Tensor) -> Any:
-        ctx.copied, ctx.dtype = copied, weight.dtype
+    def forward(ctx: Any, copied: _MadeOnce, *weights: Tensor) -> Any:
+        ctx.copied, ctx.dtype = copied, weights[0].dtype
+        ctx.rows = [weight.shape[0] for weight in weights]
         ctx.set_materialize_grads(False)
         made = [one.detach() for one in copied.made]
         ctx.mark_non_differentiable(*made[:-1])
@@ -287,8 +290,10 @@ class _Read(torch.autograd.Function):
         if gradient is not None and update.in_backward:
             # The update reads it in its own dtype.
             update.read(gradient)
-            return None, None
-        return None, None if gradient is None else gradient.to(ctx.dtype)
+            gradient = None
+        if gradient is None:
+            return None, *[None] * len(ctx.rows)
+        return None, *torch.split(gradient.to(ctx.dtype), ctx.rows)
 
 
 class _Dtypes(CudaDtypes):

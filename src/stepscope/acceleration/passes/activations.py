@@ -279,18 +279,20 @@ def _packed(gate: Node, up: Node) -> tuple[Node, bool] | None:
     """Return the tensor whose halves these are, and whether the gate is the first."""
     if not (calls(gate, operator.getitem) and calls(up, operator.getitem)):
         return None
+    first, second = gate.args[1], up.args[1]
     source: Any = gate.args[0]
-    if source is not up.args[0] or not calls(source, *_HALVES):
+    other: Any = up.args[0]
+    if source is not other or not calls(source, *_HALVES):
         return None
     whole: Any = source.args[0]
     dim = argument(source, 2, "dim", 0)
-    if dim not in (-1, value_of(whole).dim() - 1) or {gate.args[1], up.args[1]} != {0, 1}:
+    if dim not in (-1, value_of(whole).dim() - 1) or {first, second} != {0, 1}:
         return None
     if 2 * value_of(gate).shape[-1] != value_of(whole).shape[-1] or len(source.users) != 2:
         return None
     if not (len(gate.users) == len(up.users) == 1):
         return None
-    return whole, gate.args[1] == 0
+    return whole, bool(first == 0)
 
 
 def _pack(graph: Graph, gate: Node, up: Node) -> tuple[Node, bool] | None:

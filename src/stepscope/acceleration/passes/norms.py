@@ -304,8 +304,8 @@ def _replace(
         for user in root.users
         if calls(user, *CASTS) and user.args[0] is root and value_of(user).dtype == dtype
     ]
-    reads = [user for user in root.users if user not in casts]
-    reads = [(root, user) for user in reads] + [(one, user) for one in casts for user in one.users]
+    reads = [(root, user) for user in root.users if user not in casts]
+    reads += [(one, user) for one in casts for user in one.users]
     # A region returns the norm to others once.
     together = all(blocks.get(user) == here for _, user in reads)
     readers = max(1, min(len(reads), MAX_READERS)) if together else 1
