@@ -80,12 +80,12 @@ def require_passes(name: str, report: str) -> None:
 @pytest.mark.thorough
 def test_the_other_cases_train_as_one_process_does() -> None:
     cases = {name: CASES[name] for name in REST}
-    require_cases(launch(train_all, (cases, STEPS), ranks=2, limits=LIMITS), cases)
+    require_cases(launch(train_all, (cases, FEW_STEPS), ranks=2, limits=LIMITS), cases)
 
 
 @pytest.mark.thorough
 def test_four_ranks_train_as_one_process_does() -> None:
-    four = launch(train_all, (FOUR, STEPS), ranks=4, limits=LIMITS)
+    four = launch(train_all, (FOUR, FEW_STEPS), ranks=4, limits=LIMITS)
     for name, case in FOUR.items():
         require_as_alone(four, name, case)
 
