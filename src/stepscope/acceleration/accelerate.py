@@ -388,12 +388,14 @@ def _is_replicated(model: nn.Module) -> bool:
 
 
 def _unwrapped(model: Any) -> nn.Module:
-    """Return the model within DistributedDataParallel, DataParallel or torch.compile."""
+    """Return the model within DistributedDataParallel, our DDP, DataParallel or torch.compile."""
     while True:
         with contextlib.suppress(AttributeError):
             model = model._orig_mod
             continue
-        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        own = sys.modules.get("stepscope.parallel.ddp")
+        wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+        if isinstance(model, wrappers if own is None else (*wrappers, own.DDP)):
             model = model.module
             continue
         return model  # type: ignore[no-any-return]
