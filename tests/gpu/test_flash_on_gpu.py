@@ -62,15 +62,6 @@ def test_each_implementation_runs_its_own_kernels(name: str):
     assert value_of(measurement.quantities, "error", variant="output") < 0.1
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_registers_and_tiles_of_our_kernels_are_recorded(dtype: str):
-    quantities = cell("triton", dtype).quantities
-    for kernel in ("forward", "query", "key_value"):
-        assert 0 < value_of(quantities, "registers", variant=kernel) <= 255
-        assert value_of(quantities, "spills", variant=kernel) >= 0
-        assert value_of(quantities, "tile_m", variant=kernel) >= 16
-
-
 def test_an_implementation_without_float32_is_skipped():
     shapes = {"part": ("race",), "race": ("1x2x512x64:float32",)}
     with pytest.raises(CaseSkipped, match="sdpa_flash: refused"):

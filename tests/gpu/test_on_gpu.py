@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from stepscope.analysis.limits import host_bound, mfu
+from stepscope.analysis.verdict import AtMost
 from stepscope.measure.device import CudaDevice, pick_device
 from stepscope.measure.timer import Phase, time_step
 from stepscope.records.schema import Record
@@ -50,7 +51,9 @@ def test_a_benchmark_has_device_and_host_times_and_a_limit(tmp_path):
     assert step.quantity("gradients_missing") == 0
     # Weights, gradients and both moments of AdamW in float32 are a lower bound of the peak.
     assert step.quantity("peak_bytes") > 16 * step.quantity("parameters")
-    assert 0.0 < mfu(step) < 1.05
+    achieved = mfu(step)
+    # A ceiling that was measured beside other work has a doubt.
+    assert 0.0 < (achieved.value if isinstance(achieved, AtMost) else achieved) < 1.05
     assert host_bound(step) is not None
     assert any(reading.sm_clock_mhz for reading in step.readings)
     assert step.environment.driver is not None
