@@ -14,8 +14,6 @@ from stepscope.report.tables import col, table
 from stepscope.report.text import markdown
 
 PAGE = "docs/accelerate.md"
-SPEEDS = "acceleration_h200.jsonl"
-BEGIN_SPEEDS = "<!-- speeds: benchmarks/acceleration.py -->"
 STARTS = "acceleration-start_h200.jsonl"
 BEGIN_STARTS = "<!-- first steps: benchmarks/acceleration.py -->"
 GRAPHS = "acceleration-graph_h200.jsonl"
@@ -41,7 +39,8 @@ _MODELS = {
     "qwen2_0.5b": "Hugging Face Qwen2 0.5B, 4 × 2048",
     "gpt2": "Hugging Face GPT-2, 8 × 1024",
     "timm_vit_b16": "timm ViT-B/16, 128 images",
-    "own_decoder": "own classes (q and k normed, soft-capped logits), 8 × 2048",
+    "hf_gemma3": "Hugging Face Gemma 3, 26 layers, 4 × 2048",
+    "own_decoder": "own decoder (soft-capped logits), 8 × 2048",
     "cs336_medium": "own classes (CS336 medium), 8 × 512",
     "x_transformers": "x-transformers decoder (rotary, GLU, RMSNorm), 8 × 1024",
     "modernbert": "Hugging Face ModernBERT base, 16 × 512",
@@ -56,18 +55,17 @@ _FORMS = {
     "compile-blocks-cudnn": "torch.compile of blocks, cuDNN attention",
     "liger": "Liger",
 }
-_PLAIN, _STEPSCOPE = "plain", "stepscope"
+_STEPSCOPE = "stepscope-compile-passes"
 
 Line = dict[str, Any]
 
 
 def with_tables(page: str, results: Path) -> str:
     """Return the page with the lines between the comments regenerated."""
-    speeds, starts, graphs = (
+    starts, graphs = (
         [json.loads(line) for line in (results / name).read_text().splitlines()]
-        for name in (SPEEDS, STARTS, GRAPHS)
+        for name in (STARTS, GRAPHS)
     )
-    page = replaced(page, BEGIN_SPEEDS, _speeds(speeds))
     page = replaced(page, BEGIN_GRAPHS, _graphs(graphs))
     page = replaced(page, BEGIN_SHARDED, _sharded(results / SHARDED))
     return replaced(page, BEGIN_STARTS, _starts(starts))
@@ -91,72 +89,51 @@ def _sharded(record: Path) -> str:
     ])  # fmt: skip
 
 
-def _graphs(lines: list[Line]) -> str:
-    """Return the table of the forms of `compile=True`, with all passes."""
-
-    def ms(row: str, form: str) -> float | None:
-        times = _values([one for one in lines if one["row"] == row], form, "median_ms")
-        return statistics.median(times) if times else None
-
-    def baseline(row: str) -> tuple[float | None, str]:
-        known = [(time, form) for form in _FORMS if (time := ms(row, form)) is not None]
-        return min(known, default=(None, ""))
-
-    columns = [
-        col("model, batch", lambda row: _MODELS[row]),
-        col("fastest baseline", lambda row: _FORMS.get(baseline(row)[1], "")),
-        col("baseline", lambda row: baseline(row)[0], unit="ms"),
-        col("compiled with passes", lambda row: ms(row, "stepscope-compile-passes"), unit="ms"),
-        col("in one region", lambda row: ms(row, "stepscope-compile-one-region"), unit="ms"),
-    ]
-    rows = list(dict.fromkeys(x["row"] for x in lines if x["form"] == "stepscope-compile-passes"))
-    text = markdown(table("graphs", "", rows, columns))
-    return (
-        f"{text.strip()}\n\nRecords: `results/{GRAPHS}` (NVIDIA H200): medians of all runs of a"
-        " form, which for some models were on several machines."
-    )
-
-
 class Speed(NamedTuple):
-    """Step times of one model, in milliseconds, and peak memory in GiB."""
+    """Step times of one model, in milliseconds, and reserved memory in GiB."""
 
     model: str
-    plain: float | None
     baseline: str
     baseline_ms: float
-    baseline_gib: float
-    tried: tuple[str, ...]
-    """All baselines of the model."""
+    baseline_gib: float | None
     ms: float
-    gib: float
-    loss: float | None
+    gib: float | None
 
 
 def speeds_of(lines: list[Line]) -> list[Speed]:
-    """Return the models with a time of Stepscope."""
+    """Return the models with a time of Stepscope and of a baseline: medians of all blocks."""
     rows = (_speed(name, [one for one in lines if one["row"] == name]) for name in _MODELS)
     return [row for row in rows if row is not None]
 
 
-def _speeds(lines: list[Line]) -> str:
+def _speed(name: str, lines: list[Line]) -> Speed | None:
+    forms = dict.fromkeys(one["form"] for one in lines if "median_ms" in one)
+    times = {f: statistics.median(_values(lines, f, "median_ms")) for f in forms}
+    tried = [form for form in times if form in _FORMS]
+    if _STEPSCOPE not in times or not tried:
+        return None
+    baseline = min(tried, key=times.__getitem__)
+    gib = [min(_values(lines, form, "steps_gib"), default=None) for form in (baseline, _STEPSCOPE)]
+    return Speed(
+        _MODELS[name], _FORMS[baseline], times[baseline], gib[0], times[_STEPSCOPE], gib[1]
+    )
+
+
+def _graphs(lines: list[Line]) -> str:
     columns = [
         col("model, batch", lambda row: row.model),
-        col("as it is", lambda row: row.plain, unit="ms"),
         col("fastest baseline", lambda row: row.baseline),
         col("baseline", lambda row: row.baseline_ms, unit="ms"),
-        col("baselines tried", lambda row: "; ".join(row.tried)),
         col("Stepscope", lambda row: row.ms, unit="ms"),
         col("ratio", lambda row: f"{row.baseline_ms / row.ms:.2f}"),
-        col("peak of baseline", lambda row: round(row.baseline_gib, 1), unit="GiB"),
-        col("peak of Stepscope", lambda row: round(row.gib, 1), unit="GiB"),
-        col("loss after 300 steps", lambda row: row.loss and f"{row.loss:+.2%}"),
+        col("baseline's memory", lambda row: row.baseline_gib, unit="GiB"),
+        col("memory", lambda row: row.gib, unit="GiB"),
     ]
-    text = [
-        markdown(table("speeds", "", speeds_of(lines), columns)).strip(),
-        f"Records: `results/{SPEEDS}` ({lines[0]['device']}, torch {lines[0]['torch']}). The loss"
-        " is the mean of the last 50 steps, relative to the model as it is.",
-    ]
-    return "\n\n".join(text)
+    return (
+        f"{markdown(table('graphs', '', speeds_of(lines), columns)).strip()}\n\n"
+        f"Records: `results/{GRAPHS}` (NVIDIA H200, torch {lines[-1]['torch']}). Memory is what the"
+        " allocator has reserved while steps run."
+    )
 
 
 def _starts(lines: list[Line]) -> str:
@@ -173,38 +150,15 @@ def _starts(lines: list[Line]) -> str:
     rows = [name for name in _MODELS if any(one["row"] == name for one in lines)]
     columns = [
         col("model, batch", lambda row: _MODELS[row]),
-        col("as it is", lambda row: seconds(row, _PLAIN, "empty"), unit="s"),
         col(
             "torch.compile of blocks, empty caches",
-            lambda row: seconds(row, "compile-blocks", "empty"),
+            lambda row: seconds(row, "compile-blocks-cudnn", "empty"),
             unit="s",
         ),
         col("Stepscope, empty cache", lambda row: seconds(row, _STEPSCOPE, "empty"), unit="s"),
         col("Stepscope, later runs", lambda row: seconds(row, _STEPSCOPE, "filled"), unit="s"),
     ]
     return f"{markdown(table('starts', '', rows, columns)).strip()}\n\nRecords: `results/{STARTS}`."
-
-
-def _speed(name: str, lines: list[Line]) -> Speed | None:
-    """Return the medians of all blocks; None without a time of Stepscope."""
-    forms = dict.fromkeys(one["form"] for one in lines if "median_ms" in one)
-    times = {f: statistics.median(_values(lines, f, "median_ms")) for f in forms}
-    if _STEPSCOPE not in times:
-        return None
-    tried = [form for form in times if form in _FORMS]
-    baseline = min(tried, key=times.__getitem__)
-    losses = [one["relative_difference"] for one in lines if "relative_difference" in one]
-    return Speed(
-        _MODELS[name],
-        times.get(_PLAIN),
-        _FORMS[baseline],
-        times[baseline],
-        max(_values(lines, baseline, "peak_gib")),
-        tuple(_FORMS[form] for form in tried),
-        times[_STEPSCOPE],
-        max(_values(lines, _STEPSCOPE, "peak_gib")),
-        losses[-1] if losses else None,
-    )
 
 
 def _values(lines: list[Line], form: str, name: str) -> list[float]:

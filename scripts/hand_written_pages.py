@@ -46,8 +46,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "docs/library.md": ("compute capability 8.9",),
     "docs/limits.md": (
         "in 95 % of them",
-        "On a GPU with 5.17",
-        "With 4.57, ViT",
         "with one program left out, at least 80 % do",
         "at most 25 % of the program's own time",
         "the last fifth of the timeout (at most 10 s)",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from acceleration_page import SPEEDS, speeds_of
+from acceleration_page import GRAPHS, speeds_of
 from attention_sections import mean_of_auto
 from fp8_page import STEPS, steps_of
 from page_parts import lines_of, replaced
@@ -76,10 +76,15 @@ def _against(what: str, ms: float, baseline: str, baseline_ms: float) -> Row:
 
 
 def _accelerated(results: Path) -> Iterator[Row]:
-    lines = lines_of(results / SPEEDS)
-    for one in speeds_of(lines):
-        if not one.model.startswith("TransformerLM"):
-            yield _against(one.model, one.ms, one.baseline, one.baseline_ms)
+    """The first models, and those with the least and the largest gain."""
+    speeds = speeds_of(lines_of(results / GRAPHS))
+    extremes = {
+        one.model: f" ({which})"
+        for which, one in _extremes(speeds, lambda one: one.baseline_ms / one.ms)
+    }
+    for one in dict.fromkeys((*speeds[:4], *(x for x in speeds if x.model in extremes))):
+        name = one.model + extremes.get(one.model, "")
+        yield _against(name, one.ms, one.baseline, one.baseline_ms)
 
 
 def _in_fp8(results: Path) -> Iterator[Row]:

@@ -86,7 +86,9 @@ _READ_LATER = (
     "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", _INTERPRET,
 )  # fmt: skip
 _HASH_SEED = "PYTHONHASHSEED"
-_READ_BY_STEPSCOPE = (_INTERPRET, "NSYS_PROFILING_SESSION_ID")
+_READ_BY_STEPSCOPE = (
+    _INTERPRET, "NSYS_PROFILING_SESSION_ID", "STEPSCOPE_CHANGES", "STEPSCOPE_STUDIES",
+)  # fmt: skip
 """Variables that the preloaded modules read when they are imported."""
 _ARGUMENTS = 23
 """Number of arguments of `_posixsubprocess.fork_exec` in the supported versions of Python."""

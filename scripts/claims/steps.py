@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from acceleration_page import SPEEDS
+from acceleration_page import GRAPHS
 from energy_page import RECORDS as ENERGY
 from energy_parts import FULL_STEP, GEMMS, accounts
 from fp8_page import FILE as LEARNING
@@ -122,7 +122,7 @@ def _memory(results: Path, name: str) -> float:
 
 def _blocks(results: Path) -> str:
     """Seconds of consecutive steps of one form."""
-    timed = [line for line in lines_of(results / SPEEDS) if "median_ms" in line]
+    timed = [line for line in lines_of(results / GRAPHS) if "median_ms" in line]
     return f"{spread((line['seconds'] for line in timed), 0)} s"
 
 

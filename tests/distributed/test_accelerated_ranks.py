@@ -14,9 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stepscope
 from accelerated_models import COMPILED
-from ranked import LIMITS
 from small_decoder import Decoder, adamw, batch, decoder
-from stepscope.parallel import DDP, FSDP, World, launch
+from stepscope.parallel import DDP, FSDP, Limits, World, launch
 
 STEPS = 4
 _numbers = itertools.count()
@@ -79,7 +78,7 @@ def train_all(world: World) -> dict[str, dict[str, Losses]]:
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, dict[str, Losses]]]:
     """The losses of both ranks, by wrapper."""
-    return launch(train_all, ranks=2, limits=LIMITS)
+    return launch(train_all, ranks=2, limits=Limits(start=60.0, step=120.0, beat=60.0, total=400.0))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

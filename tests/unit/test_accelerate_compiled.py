@@ -606,7 +606,7 @@ def test_excluded_modules_run_uncompiled() -> None:
         {"dtype": "fp8", "compile": True},
         {"compile": {"form": "fast"}},
         {"compile": {"pases": True}},
-        {"compile": {"passes": ["norm"]}},
+        {"compile": {"passes": ["norms"]}},
     ],
 )
 def test_invalid_arguments_leave_the_model_as_it_is(arguments: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ def test_rules_are_sorted_by_stage_and_their_settings_can_be_made() -> None:
     assert {stage.name for stage in stages} == {stage.name for stage in Stage}
     with pytest.raises(StopIteration):
         setting_of("optimizer", "unknown")
-    assert setting_of("optimizer", "foreach") is not setting_of("optimizer", "accelerate")
+    assert setting_of("optimizer", "foreach") is not setting_of("accelerate", "accelerate")
 
 
 def test_a_module_of_changes_that_cannot_be_imported_is_reported(

@@ -316,6 +316,10 @@ class CompiledFunction:
         elif why:
             self._refuse(why)
         self._compared.add((self.kind, self._compilations()))
+        if self._owner.device.type == "cuda":
+            # Optimizer states and copies of weights, allocated next, would lie in the gaps of what
+            # the comparison has freed, and keep all of it reserved.
+            torch.cuda.empty_cache()
         self._seconds += time.perf_counter() - began
         return not self.refused
 

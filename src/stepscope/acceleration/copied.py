@@ -38,7 +38,7 @@ class Copied:
     """The weight is stored as (d, rows)."""
 
     def __call__(self, *weights: Tensor) -> tuple[Tensor, ...]:
-        return CopiedTogether((self,))(*weights)
+        return _made((self,), weights)
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,12 @@ class CopiedTogether:
         return tuple(name for one in self.parts for name in one.weights)
 
     def __call__(self, *weights: Tensor) -> tuple[Tensor, ...]:
-        made: Any = _Copy.apply(self.parts, *weights)  # type: ignore[no-untyped-call]
-        return made if isinstance(made, tuple) else (made,)
+        return _made(self.parts, weights)
+
+
+def _made(parts: tuple[Copied, ...], weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    made: Any = _Copy.apply(parts, *weights)  # type: ignore[no-untyped-call]
+    return made if isinstance(made, tuple) else (made,)
 
 
 class _Copy(torch.autograd.Function):

@@ -239,10 +239,11 @@ def _copy_where_read(outer: GraphModule, copied: Mapping[str, Copied]) -> None:
         if users:
             first = min(users)
             # The gradient of what several regions read is known later than those of one alone.
-            key: object = first if len(users) == 1 else one.names
+            alone = len(users) > 1 or type(one) is not Copied
+            key: object = one.names if alone else first
             readers.setdefault(key, (first, []))[1].append(one)
     for number, (first, parts) in enumerate(readers.values()):
-        together = CopiedTogether(tuple(parts))
+        together = parts[0] if len(parts) == 1 else CopiedTogether(tuple(parts))
         name = f"copied_{number}"
         setattr(outer, name, _Call(together))
         with graph.inserting_before(first):
