@@ -63,9 +63,9 @@ def _figures(results: Path) -> str:
     return (
         f"{markdown(table).strip()}\n\n"
         "Training steps (batch × tokens, bf16 or FP8) run back to back; attention is forward and"
-        " backward. The baseline is the fastest variant that was tried"
+        " backward. The baseline is the fastest variant"
         " ([accelerate](docs/accelerate.md), [FP8](docs/results/precision.md),"
-        " [steps](docs/results/step.md), [attention](docs/results/flash.md)); in the last row, the"
+        " [steps](docs/results/step.md), [attention](docs/results/flash.md)); last row: the"
         " unchanged script. Brackets: 95 %"
         " interval (last row: 99 %)."
     )
