@@ -84,6 +84,20 @@ def test_selective_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
     close(actual, expected, torch.bfloat16)
 
 
+def test_a_first_call_that_stays_as_it_is_casts_its_weights_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The comparison before it, in the same autocast, leaves none that it would find."""
+    saved = [torch.ops.aten.addmm.default]
+    context = functools.partial(create_selective_checkpoint_contexts, saved)
+    selective = functools.partial(small_decoder.checkpoint, context_fn=context)
+    monkeypatch.setattr(small_decoder, "checkpoint", selective)
+    model = decoder(reentrant=False)
+    stepscope.accelerate(model, compile=COMPILED)
+    with torch.compiler.set_stance("force_eager"):
+        train(model, steps=1)
+
+
 def test_a_scheduler_that_was_made_before() -> None:
     plain, fused = decoder(), decoder()
     losses = []

@@ -316,6 +316,8 @@ class CompiledFunction:
         elif why:
             self._refuse(why)
         self._compared.add((self.kind, self._compilations()))
+        # The call that follows casts its weights itself: selective checkpointing counts the casts.
+        torch.clear_autocast_cache()
         if self._owner.device.type == "cuda":
             # Optimizer states and copies of weights, allocated next, would lie in the gaps of what
             # the comparison has freed, and keep all of it reserved.
