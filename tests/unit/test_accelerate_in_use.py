@@ -67,8 +67,16 @@ def test_losses_over_twenty_steps(tied: bool, dtype: torch.dtype | None) -> None
     close(actual, expected, dtype)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("reentrant", "dtype"),
+    [
+        (False, torch.bfloat16),
+        pytest.param(True, torch.bfloat16, marks=pytest.mark.thorough),
+        pytest.param(True, None, marks=pytest.mark.thorough),
+        pytest.param(False, None, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
 def test_gradient_checkpointing(reentrant: bool, dtype: torch.dtype | None) -> None:
     expected, actual = same(lambda model: train(model, dtype=dtype), reentrant=reentrant)
     close(actual, expected, dtype)
@@ -169,7 +177,7 @@ class PlannedError(Exception):
     pass
 
 
-@pytest.mark.parametrize("failing", [0, 3])
+@pytest.mark.parametrize("failing", [0, pytest.param(3, marks=pytest.mark.thorough)])
 def test_training_continues_after_a_failed_step(failing: int) -> None:
     """Also after a failure in the first step, which is compared."""
 
@@ -194,7 +202,9 @@ def test_training_continues_after_a_failed_step(failing: int) -> None:
     close(actual, expected, torch.bfloat16)
 
 
-@pytest.mark.parametrize("first", ["plain", "accelerated"])
+@pytest.mark.parametrize(
+    "first", [pytest.param("plain", marks=pytest.mark.thorough), "accelerated"]
+)
 def test_checkpoints_load_in_both_directions(first: str) -> None:
     """Half of the steps with one model, the other half with the other from its checkpoint."""
 
@@ -287,7 +297,10 @@ def test_accumulated_gradients() -> None:
     close(actual, expected, torch.bfloat16)
 
 
-@pytest.mark.parametrize("frozen", ["layers.0", "embed", "norms"])
+@pytest.mark.parametrize(
+    "frozen",
+    [*(pytest.param(name, marks=pytest.mark.thorough) for name in ("layers.0", "norms")), "embed"],
+)
 def test_frozen_weights(frozen: str) -> None:
     def use(model: Decoder) -> list[float]:
         for name, parameter in model.named_parameters():
