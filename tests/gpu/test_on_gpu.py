@@ -52,7 +52,7 @@ def test_a_benchmark_has_device_and_host_times_and_a_limit(tmp_path):
     # Weights, gradients and both moments of AdamW in float32 are a lower bound of the peak.
     assert step.quantity("peak_bytes") > 16 * step.quantity("parameters")
     achieved = mfu(step)
-    # A ceiling that was measured beside other work has a doubt.
+    # A ceiling that was measured while other work ran has a doubt.
     assert 0.0 < (achieved.value if isinstance(achieved, AtMost) else achieved) < 1.05
     assert host_bound(step) is not None
     assert any(reading.sm_clock_mhz for reading in step.readings)

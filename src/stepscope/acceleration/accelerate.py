@@ -129,7 +129,7 @@ def _why_left(model: nn.Module, compile: bool | Mapping[str, Any] | str) -> str 
 
 
 def is_compiled_by_default(model: nn.Module) -> bool:
-    """Return whether `accelerate` compiles a model unless it is told not to."""
+    """Return whether `accelerate` compiles a model by default."""
     return _why_left(_unwrapped(model), "auto") is None
 
 
