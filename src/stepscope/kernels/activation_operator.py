@@ -60,7 +60,7 @@ class _ActivatedLinear(torch.autograd.Function):
             return functional.linear(_forward(gates, *settings), weight, bias)
 
     @staticmethod
-    @differentiable_once("the fused activation", "exclude='activation'")
+    @differentiable_once("the fused activation", "exclude=('activation',)")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gates, weight = ctx.saved_tensors
         _, of_gates_bias, of_weight, of_bias, _ = ctx.needs_input_grad

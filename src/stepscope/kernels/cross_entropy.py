@@ -206,7 +206,7 @@ def _loss_and_grads(
         if added is None:
             matmul_into(logits, x_chunk, narrow.T)
         else:
-            # Not `addmm(added, …, out=logits)`: on a GPU its fused bias takes rows for dense.
+            # With `addmm(added, …, out=logits)` the loss was wrong on an H200 (torch 2.11).
             logits.copy_(added.expand_as(logits)).addmm_(x_chunk, narrow.T)
         kernels.write_losses(
             logits[:, :vocab],

@@ -79,7 +79,7 @@ class _Norm(torch.autograd.Function):
         return stream, normed, *(normed.view_as(normed) for _ in range(readers - 1))
 
     @staticmethod
-    @differentiable_once("the fused norm", "exclude='norm'")
+    @differentiable_once("the fused norm", "exclude=('norm',)")
     def backward(
         ctx: Any, of_stream: Tensor | None, *of_normed: Tensor | None
     ) -> tuple[Tensor | None, ...]:
