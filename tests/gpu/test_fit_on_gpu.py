@@ -53,6 +53,8 @@ def step(model: nn.Module, batch: Tensor) -> list[Tensor]:
 
 def of_others(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> int:
     """Return the bytes that are not those of the step, such as those of earlier tests."""
+    # The workspace of cuBLAS belongs to the step.
+    torch._C._cuda_clearCublasWorkspaces()
     states = [x for one in optimizer.state.values() for x in one.values() if isinstance(x, Tensor)]
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     own = [*model.parameters(), *model.buffers(), *states, *gradients, batch]

@@ -27,6 +27,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.optim.launches import FusedLaunches, TensorUpdate, kernel_takes
 from stepscope.torch_tools.capturing import is_capturing
+from stepscope.torch_tools.lasting_memory import LastingMemory
 
 _HEALTH_CHECKS = (
     "_accelerator_graph_capture_health_check",
@@ -122,6 +123,7 @@ class FusedUpdate:
         self.optimizer = optimizer
         self.copies = copies
         self._launches = FusedLaunches(copies)
+        self._memory = LastingMemory()
         self._torch_init_group: Callable[..., Any] = optimizer._init_group
         self._pending: list[TensorUpdate] = []
         self._scaling = _Scaling()
@@ -154,7 +156,7 @@ class FusedUpdate:
         updates = []
         for group in self._groups:
             lists: list[list[Tensor]] = [[] for _ in range(6)]
-            self._torch_init_group(group, *lists)
+            self._with_states(group, *lists)
             taken = self._taken(group, lists)
             if not group["capturable"]:
                 _refuse_rest(group, lists[0], self.optimizer)
@@ -193,9 +195,9 @@ class FusedUpdate:
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
         """Collect the tensors of a group as torch does; keep those that the kernel updates, and
         launch it after the last group."""
-        result = self._torch_init_group(group, *lists)
         if _is_traced():
-            return result
+            return self._torch_init_group(group, *lists)
+        result = self._with_states(group, *lists)
         if group is self._groups[0]:
             self._begin()
         if is_capturing() and not self._prepared:
@@ -210,6 +212,12 @@ class FusedUpdate:
         if group is self._groups[-1]:
             self._finish()
         return result
+
+    def _with_states(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
+        """Collect the tensors of a group as torch does, which creates states that are missing."""
+        device = next((x.device for x in group["params"]), torch.device("cpu"))
+        with self._memory.allocations(device):
+            return self._torch_init_group(group, *lists)
 
     def _taken(self, group: dict[str, Any], lists: Sequence[list[Tensor]]) -> list[TensorUpdate]:
         """Return the updates of the kernel, and remove them from the lists."""

@@ -31,6 +31,7 @@ from stepscope.kernels.fp8.reference import DTYPES
 from stepscope.kernels.launch import kernels_take
 from stepscope.kernels.loss_chunks import matmul_columns
 from stepscope.torch_tools.casts import cast_each
+from stepscope.torch_tools.lasting_memory import LastingMemory
 
 Weights = tuple[Tensor, ...]
 _Key = tuple[Recipe | None, bool, tuple[int, ...]]
@@ -76,6 +77,7 @@ class WeightCopies:
         for weight in cached or ():
             assert self._cached is not None
             self._cached[weight] = True
+        self._memory = LastingMemory()
         self._groups: dict[_Key, _Group] = {}
         self._positions: dict[int, list[_Position]] = {}
 
@@ -88,6 +90,7 @@ class WeightCopies:
         """Return the same copies for a model that may have other layers in FP8."""
         view = WeightCopies(fp8=fp8, keep=self.keeps)
         view._cached, view._groups, view._positions = self._cached, self._groups, self._positions
+        view._memory = self._memory
         return view
 
     def owner(self, weight: Tensor) -> Tensor | None:
@@ -115,7 +118,8 @@ class WeightCopies:
         key = (None, False, tuple(map(id, weights)))
         group = self._groups.get(key)
         if group is None or not group.fits(weights, dtype):
-            group = self._create(key, _Group(weights, dtype))
+            with self._memory.allocations(weights[0].device):
+                group = self._create(key, _Group(weights, dtype))
         group.update(weights)
         return (group.concatenated if self.reads else _cast(weights, dtype),)
 
@@ -157,7 +161,8 @@ class WeightCopies:
         key = (recipe, transposed, tuple(map(id, weights)))
         group = self._groups.get(key)
         if not isinstance(group, _Fp8Group) or not group.fits(weights, DTYPES[E4M3]):
-            group = _Fp8Group(weights, recipe, transposed)
+            with self._memory.allocations(weights[0].device):
+                group = _Fp8Group(weights, recipe, transposed)
             self._create(key, group)
         group.update(weights)
         if not self.reads:
