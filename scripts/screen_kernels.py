@@ -32,6 +32,7 @@ from stepscope.kernels.triton import norm as triton_norm
 from stepscope.kernels.triton import qkv as triton_qkv
 from stepscope.kernels.triton import rope as triton_rotary
 from stepscope.kernels.triton import scale as triton_scale
+from stepscope.kernels.triton import stale_casts as triton_stale_casts
 from stepscope.kernels.triton import transpose as triton_transpose
 from stepscope.optim import triton_adamw
 
@@ -403,6 +404,12 @@ def variants() -> list[Variant]:
     case(
         ("transpose",), triton_transpose.transpose_bytes_kernel, ["*u8", "*u8", i, i, i], BLOCK=128
     )
+    for kernel in (triton_stale_casts.compare_casts_kernel, triton_stale_casts.recast_kernel):
+        for amax in (False, True):
+            case(
+                (kernel.fn.__name__, amax), kernel, ["*i64", "*i32", "*i32", i],
+                WEIGHT=tl.float32, COPY=tl.float32 if amax else tl.bfloat16, AMAX=amax,
+            )  # fmt: skip
     for name, moments, chance, copied, amax in (
         ("float32", tl.float32, False, False, False),
         ("copied", tl.float32, False, True, False),

@@ -15,8 +15,8 @@ import stepscope
 from accelerated_models import COMPILED, Model, batch, created
 from fake_graphs import FakeGraphs
 from stepscope.acceleration.capture import Captured
-from stepscope.acceleration.graphs.casts import Casts
-from stepscope.kernels.weight_copies import WeightCopies
+from stepscope.acceleration.graphs.casts import Casts, WrittenCasts
+from stepscope.kernels.weight_copies import WeightCopies, WrittenCast
 from stepscope.model import ModelConfig, TransformerLM
 
 RATE = 0.5
@@ -281,7 +281,9 @@ def test_a_captured_step_notices_a_write_through_data_within_it() -> None:
 
 @pytest.mark.parametrize("shape", [(4, 64), (3, 4, 5), (300, 260), (7,)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_digests_have_an_entry_of_every_row(shape: tuple[int, ...], transposed: bool) -> None:
+def test_casts_are_repeated_if_an_entry_of_any_row_was_written(
+    shape: tuple[int, ...], transposed: bool
+) -> None:
     data = torch.randn(*shape)
     if transposed and len(shape) == 2:
         data = data.T.contiguous().T
@@ -291,25 +293,25 @@ def test_digests_have_an_entry_of_every_row(shape: tuple[int, ...], transposed: 
     casts = Casts([optimizer])
     with casts.kept(read=True):
         copies.narrow((weight,), torch.bfloat16)
-    digests = casts.written()
+    written = casts.written()
     (group,) = copies._groups.values()
-    assert not digests.differ()
+    written.refresh()
+    assert not written.were_stale
     for row in range(0, shape[0], 1 + shape[0] // 16):
         weight.data[row] += 1
-        assert digests.differ(), row
-        weight.data[row] = group.concatenated[row].float()
-        assert not digests.differ()
+        written.refresh()
+        assert torch.equal(group.concatenated, weight.bfloat16()), row
+    # Those in another order in memory are repeated in any case.
+    assert written.were_stale != (transposed and len(shape) == 2)
 
 
-def test_digests_bound_the_magnitudes_of_fp8_casts() -> None:
-    from stepscope.acceleration.graphs.casts import Digests
-    from stepscope.kernels.weight_copies import WrittenCast
-
+def test_largest_magnitudes_of_fp8_casts_are_bounds() -> None:
     weight = nn.Parameter(torch.randn(64, 32))
-    amax = weight.detach().abs().max().expand(4).clone()
-    digests = Digests([WrittenCast(weight, amax, is_amax=True)])
-    assert not digests.differ()
-    weight.data.mul_(0.5)
-    assert not digests.differ(), "the scale is larger than needed, and nothing saturates"
-    weight.data.mul_(4)
-    assert digests.differ()
+    amax = weight.detach().abs().max().expand(2).clone()
+    before = amax.clone()
+    written = WrittenCasts([WrittenCast(weight, amax, is_amax=True)])
+    for factor, stale in ((1.0, False), (0.5, False), (4.0, True)):
+        weight.data.mul_(factor)
+        written.refresh()
+        assert written.were_stale == stale
+    assert torch.equal(amax, 2 * before)

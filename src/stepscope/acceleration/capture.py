@@ -28,7 +28,7 @@ from stepscope.acceleration.graphs.arguments import (
     refuse_result,
     with_tensors,
 )
-from stepscope.acceleration.graphs.casts import Casts, Digests
+from stepscope.acceleration.graphs.casts import Casts, WrittenCasts
 from stepscope.acceleration.graphs.cuda import Backend, CudaGraphs, Cut, Replayable
 from stepscope.acceleration.graphs.discovery import find_objects
 from stepscope.acceleration.graphs.groups import WARM_UP, in_group, why_not_captured
@@ -79,7 +79,7 @@ class _Graph(NamedTuple):
     """Parameters that it updates."""
     recopies: bool
     """True if it repeats all casts of weights, so that a write by hand is honored."""
-    casts: Digests
+    casts: WrittenCasts
     """Casts of weights that it reads and its update writes."""
     generation: int
 
@@ -281,7 +281,7 @@ class Captured:
         if not self._knows_gradients():
             return "there are gradients at the start of the step for the first time"
         changed = self._state.versions() != self._versions
-        if not graph.recopies and (changed or graph.casts.differ()):
+        if not graph.recopies and (changed or graph.casts.were_stale):
             self._written_by_hand = True
             return "weights were written between steps for the first time"
         return None
@@ -429,7 +429,7 @@ class Captured:
             raise
         self._versions = after = state.versions()
         # What the captured update has marked: a replay writes it.
-        casts = Digests(()) if self._written_by_hand else self._casts.written()
+        casts = WrittenCasts(()) if self._written_by_hand else self._casts.written()
         return _Graph(
             graph,
             inputs,
@@ -477,6 +477,7 @@ class Captured:
         captured.inputs.fill(call.tensors)
         for control in self._state.controls:
             control.refresh()
+        captured.casts.refresh()
         captured.graph.replay()
         self.statistics.replayed += 1
         # torch does not see the writes of a replay; a copy of a weight must.

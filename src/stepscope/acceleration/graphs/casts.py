@@ -1,15 +1,18 @@
 """Casts of weights that a captured step reads, because its update writes them with the weights.
 
 A graph cannot notice that a weight was written through `.data`, between two replays or within the
-step: no version counter shows it. Before each replay a digest of every weight is compared with that
-of its cast. It samples one in 257 entries of a large weight; a sector has 8 float32 entries, so it
-reads 1/32 of the memory. The comparison waits for the device once.
+step: no version counter shows it. Before each replay samples of every weight are compared with
+those of its cast, and all casts are repeated if one differs: by kernels on the device, so that the
+host does not wait for the replay before. One in 257 entries of a large weight is compared; a sector
+has 8 float32 entries, so that 1/32 of the memory is read. When the host learns of a difference, the
+step is captured again, with its casts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from stepscope.acceleration.optimizer import FusedUpdate
+from stepscope.kernels.launch import kernels_take
 from stepscope.kernels.weight_copies import WeightCopies, WrittenCast
 
 _STRIDE = 257
@@ -47,50 +51,91 @@ class Casts:
         for copies in self._copies:
             copies.refresh_current()
 
-    def written(self) -> Digests:
-        """Return the digests of the casts that are current: after a capture, those that each replay
-        leaves current."""
-        return Digests([cast for copies in self._copies for cast in copies.written_casts()])
+    def written(self) -> WrittenCasts:
+        """Return the casts that are current: after a capture, those that each replay leaves
+        current."""
+        return WrittenCasts([cast for copies in self._copies for cast in copies.written_casts()])
 
 
-class Digests:
-    """Digests of weights and of their casts."""
+class WrittenCasts:
+    """Casts that each replay of a graph reads and leaves current."""
 
     def __init__(self, casts: Sequence[WrittenCast]) -> None:
-        self._pairs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-        self._bounded: list[tuple[Tensor, Tensor]] = []
-        for weight, copy, is_amax in casts:
-            if not weight.numel():
-                continue
-            flat = weight.is_contiguous() and (is_amax or copy.is_contiguous())
-            sample = _sample(weight, flat)
-            if is_amax:
-                self._bounded.append((sample, copy))
-            else:
-                self._pairs.setdefault(copy.dtype, []).append((sample, _sample(copy, flat)))
+        known = [one for one in casts if one.weight.numel()]
+        self._flat = [one for one in known if _is_flat(one)]
+        self._rest = [one for one in known if not _is_flat(one)]
+        """Casts in another order in memory, which are repeated in any case."""
+        self._compared: Callable[[], bool] = partial(_repeated_if_stale, self._flat)
+        if self._flat and self._flat[0].weight.is_cuda and kernels_take(*_tensors(self._flat)):
+            self._compared = _OnDevice(self._flat)
+        self.were_stale = False
+        """Whether a weight had been written: known some calls later on a GPU."""
 
     @torch.no_grad()
-    def differ(self) -> bool:
-        """Return whether a weight is not that of its cast, or exceeds its largest magnitude."""
-        for dtype, pairs in self._pairs.items():
-            weights, copies = (torch.cat(list(some)) for some in zip(*pairs, strict=True))
-            if not torch.equal(weights.to(dtype), copies):
-                return True
-        if not self._bounded:
-            return False
-        weights, bounds = (
-            torch.stack(torch._foreach_norm(list(some), ord=float("inf"))).float()
-            for some in zip(*self._bounded, strict=True)
-        )
-        return not bool((weights <= bounds).all())
+    def refresh(self) -> None:
+        """Repeat the casts if a weight has been written since the last replay."""
+        for one in self._rest:
+            _repeat(one)
+        self.were_stale |= bool(self._flat) and self._compared()
 
 
-def _sample(tensor: Tensor, flat: bool) -> Tensor:
-    """Return a view of some entries: the first one of each row if it is not `flat` in memory."""
-    if not flat:
-        index: tuple[Any, ...] = (slice(None), *[0] * (tensor.dim() - 1))
-        return tensor.detach()[index]
-    return tensor.detach().view(-1)[:: 1 if tensor.numel() <= _COMPLETE else _STRIDE]
+class _OnDevice:
+    """Compares and repeats casts without waiting for the device."""
+
+    def __init__(self, casts: Sequence[WrittenCast]) -> None:
+        from stepscope.kernels.triton.stale_casts import Cast, Table
+
+        groups: dict[object, list[Cast]] = {}
+        for weight, copy, is_amax in casts:
+            one = Cast(weight, copy, is_amax, _distance(weight))
+            groups.setdefault((weight.dtype, copy.dtype, is_amax), []).append(one)
+        self._casts = casts
+        self._tables = [Table(group) for group in groups.values()]
+        device = casts[0].weight.device
+        self._flag = torch.zeros(1, dtype=torch.int32, device=device)
+        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._calls = 0
+
+    def __call__(self) -> bool:
+        from stepscope.kernels.triton.stale_casts import recast_if_stale
+
+        self._calls += 1
+        recast_if_stale(self._flag, self._tables, self._calls)
+        self._seen.copy_(self._flag, non_blocking=True)
+        return bool(self._seen)
+
+
+def _repeated_if_stale(casts: Sequence[WrittenCast]) -> bool:
+    """Repeat all casts if one is not that of its weight; return whether it was so."""
+    stale = not all(map(_is_current, casts))
+    if stale:
+        for one in casts:
+            _repeat(one)
+    return stale
+
+
+def _is_current(cast: WrittenCast) -> bool:
+    weight = cast.weight.detach().view(-1)[:: _distance(cast.weight)]
+    if cast.is_amax:
+        return bool(weight.abs().max() <= cast.copy.max())
+    copy = cast.copy.detach().view(-1)[:: _distance(cast.weight)]
+    return torch.equal(weight.to(copy.dtype), copy)
+
+
+def _repeat(cast: WrittenCast) -> None:
+    cast.copy.copy_(cast.weight.abs().max() if cast.is_amax else cast.weight)
+
+
+def _is_flat(cast: WrittenCast) -> bool:
+    return cast.weight.is_contiguous() and cast.copy.is_contiguous()
+
+
+def _tensors(casts: Iterable[WrittenCast]) -> list[Tensor]:
+    return [x for one in casts for x in (one.weight, one.copy)]
+
+
+def _distance(weight: Tensor) -> int:
+    return 1 if weight.numel() <= _COMPLETE else _STRIDE
 
 
 def _copies_of(optimizer: Any) -> WeightCopies | None:
