@@ -80,3 +80,15 @@ def test_activated_linear(activation: str, gated: bool) -> None:
     expected = [out, *gradients([out], wide, scale)]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), other, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_the_gradient_of_a_weight_is_in_its_order_in_memory(transposed: bool) -> None:
+    weight = leaf(24, WIDTH) if not transposed else leaf(WIDTH, 24)
+    gates = torch.randn(*ROWS, WIDTH, device=DEVICE)
+    read = weight.T if transposed else weight
+    out = activated_linear(gates, None, read, None, (GELU, False, True))
+    (found,) = torch.autograd.grad(out, read, torch.ones_like(out))
+    assert found.stride() == read.stride()
+    expected = torch.ones(24, 1, device=DEVICE) * functional.gelu(gates).flatten(0, 1).sum(0)
+    torch.testing.assert_close(found, expected)

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from stepscope.acceleration.backend import Graphs
 from stepscope.acceleration.passes import activations, norms
+from stepscope.kernels.norm_operator import norm_operator
 from stepscope.kernels.weight_copies import WeightCopies
 
 WIDTH = 32
@@ -108,6 +109,28 @@ class Parallel(Block):
         return self.mlp(self.second(x)) + branch + x
 
 
+class Rows(nn.Module):
+    """A layer on rows, whose weight is stored as (columns, d), as in GPT-2."""
+
+    def __init__(self, columns: int, d: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.1 * torch.randn(columns, d))
+        self.bias = nn.Parameter(torch.randn(d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return rows.view(*x.shape[:-1], self.weight.shape[1])
+
+
+class OnRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Rows(WIDTH, 2 * WIDTH), Rows(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
 class After(Block):
     """Norms after the residual add."""
 
@@ -176,6 +199,21 @@ def compared(
 def test_layer_norms_take_the_residual_adds_before_them(dtype: torch.dtype) -> None:
     found = compared(Model(mlp=lambda: Plain(torch.tanh)), dtype=dtype)
     assert found == {"LayerNorm": 1, "residual add and LayerNorm": 6}
+
+
+def test_norms_return_the_dtype_in_which_views_of_them_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dtypes = []
+
+    def recorded(*arguments: Any) -> Any:
+        dtypes.append(arguments[-1][3])
+        return norm_operator(*arguments)
+
+    monkeypatch.setattr(norms, "norm_operator", recorded)
+    assert compared(Model(mlp=OnRows)).total() == 7 + 3
+    # The last one is read in float32.
+    assert Counter(dtypes)[torch.bfloat16] > 2 * Counter(dtypes)[torch.float32] > 0
 
 
 @pytest.mark.parametrize("spelling", ["hugging face", "one plus", "root", "whole"])

@@ -68,10 +68,15 @@ class _ActivatedLinear(torch.autograd.Function):
             grad_gates, again, sums = _backward(
                 grad @ weight, gates, *ctx.settings, of_weight, of_gates_bias
             )
-            grad_weight = grad.T @ again if of_weight else None
+            grad_weight = _of_weight(grad, again, weight) if of_weight else None
         grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.dtypes[1]) if of_bias else None
         grad_gates_bias = sums.to(ctx.dtypes[0]) if of_gates_bias else None
         return grad_gates, grad_gates_bias, grad_weight, grad_bias, None
+
+
+def _of_weight(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of the weight of a linear layer, in the same order in memory."""
+    return (x.T @ grad).T if weight.T.is_contiguous() else grad.T @ x
 
 
 def _halves(gates: Tensor, gated: bool, gate_first: bool) -> tuple[Tensor, Tensor | None]:

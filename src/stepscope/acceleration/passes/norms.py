@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from stepscope.acceleration.passes.matching import (
     CASTS,
@@ -48,6 +49,8 @@ faster."""
 _MATMULS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.default,
             aten.einsum.default, aten.bmm.default)  # fmt: skip
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+_PARTS = (*_VIEWS, aten.alias.default, aten.slice.Tensor, aten.select.int, aten.transpose.int)
+"""Operators that return values of what they read, as they are."""
 _STARTS = (aten.layer_norm.default, aten.rms_norm.default, aten.mean.dim)
 _SQUARES = (aten.pow.Tensor_Scalar, aten.square.default, aten.mul.Tensor)
 
@@ -260,18 +263,24 @@ def _is_taken(
 def _readers(root: Node) -> tuple[torch.dtype, list[Node]]:
     """Return the dtype in which all that read a node need it, and what reads it: casts are left
     out, also those of an autocast, which matmuls imply."""
-    readers, dtypes = [], set()
+    readers = []
     for user in root.users:
-        if calls(user, *CASTS) and user.args[0] is root:
-            dtypes.add(value_of(user).dtype)
-            readers += list(user.users)
-        elif calls(user, *_VIEWS) and all(calls(one, *_MATMULS) for one in user.users):
-            dtypes |= {value_of(one).dtype for one in user.users}
-            readers.append(user)
-        else:
-            dtypes.add(value_of(user if calls(user, *_MATMULS) else root).dtype)
-            readers.append(user)
+        readers += [*user.users] if calls(user, *CASTS) and user.args[0] is root else [user]
+    dtypes = _needed(root, value_of(root).dtype)
     return dtypes.pop() if len(dtypes) == 1 else value_of(root).dtype, readers
+
+
+def _needed(node: Node, dtype: torch.dtype) -> set[torch.dtype]:
+    """Return the dtypes in which a node, that has this one, is read, also through views."""
+    found = set()
+    for user in node.users:
+        if calls(user, *CASTS, *_MATMULS):
+            found.add(value_of(user).dtype)
+        elif calls(user, *_PARTS):
+            found |= _needed(user, dtype)
+        else:
+            found.add(dtype)
+    return found
 
 
 def _replace(
@@ -346,13 +355,13 @@ def _viewed(node: Any, streams: Mapping[Node, Node]) -> Any:
 
 
 def _refresh(node: Node) -> None:
-    """Give a view the dtype of what it views now."""
-    if calls(node, *_VIEWS):
+    """Give a view, and views of it, the dtype of what it views now."""
+    if calls(node, *_PARTS):
         with fake_mode():
-            source = value_of(node.args[0])
-            node.meta["val"] = value_of(node).new_empty(
-                value_of(node).shape, dtype=source.dtype, device=source.device
-            )
+            values = map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+            node.meta["val"] = node.target(*values[0], **values[1])  # type: ignore[operator]
+        for user in node.users:
+            _refresh(user)
 
 
 def _is_residual(x: Node, norm: _Norm, order: Mapping[Node, int]) -> bool:
