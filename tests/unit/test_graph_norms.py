@@ -43,6 +43,9 @@ class RootMeanSquare(nn.Module):
         if self.spelling == "clamped":
             inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).clamp(max=0.1) + 1e-6)
             return self.weight * (wide * inverse).to(x.dtype)
+        if self.spelling == "default epsilon":
+            # So small that an epsilon of bfloat16 would be all of it.
+            return functional.rms_norm(0.01 * x, (WIDTH,), self.weight)
         return functional.rms_norm(x, (WIDTH,), self.weight, 1e-6)
 
 
@@ -131,6 +134,17 @@ class OnRows(nn.Module):
         return self.down(functional.gelu(self.up(x)))  # type: ignore[no-any-return]
 
 
+class Stopped(Block):
+    """The residual add has no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        branch = self.out(torch.tanh(self.query(y)) * self.key(y))
+        with torch.no_grad():
+            y = x + branch
+        return x + self.mlp(self.second(y))
+
+
 class After(Block):
     """Norms after the residual add."""
 
@@ -158,14 +172,19 @@ class Model(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        return (self.norm(x).float() * self.target).sum()  # type: ignore[no-any-return]
+        target = self.target[:, : x.shape[1]]
+        return (self.norm(x).float() * target).sum()  # type: ignore[no-any-return]
 
 
 def compared(
-    original: nn.Module, copied: bool = True, dtype: torch.dtype = torch.bfloat16, **options: Any
+    original: nn.Module,
+    copied: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    lengths: tuple[int, ...] = (8, 8),
+    **options: Any,
 ) -> Counter[str]:
-    """Compare losses and gradients of two steps with the original model; return what was
-    replaced."""
+    """Compare losses and gradients of steps with the original model; return what was replaced in
+    the last graph."""
     torch._dynamo.reset()
     changed = copy.deepcopy(original)
     given = {"copies": WeightCopies(changed.parameters(), keep=False)} if copied else {}
@@ -173,15 +192,15 @@ def compared(
     graphs = Graphs(**options)
     run = torch.compile(changed, backend=graphs)
     error = 3e-2 if dtype == torch.bfloat16 else 1e-5
-    for seed in range(2):
-        x = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(seed))
-        found: list[list[Tensor]] = []
+    for seed, length in enumerate(lengths):
+        x = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(seed))
+        found: list[list[Any]] = []
         for model, call in ((original, original), (changed, run)):
             model.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
                 loss = call(x)
             loss.backward()
-            found.append([loss.detach(), *(p.grad for p in model.parameters())])  # type: ignore[misc]
+            found.append([loss.detach(), *(p.grad for p in model.parameters())])
         with (
             graphs.compared() as differences,
             torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16),
@@ -189,10 +208,12 @@ def compared(
             run(x)
         assert not differences
         for one, other in zip(*found, strict=True):
-            assert (one - other).norm() <= error * other.norm()
-    (report,) = graphs.reports
-    assert report.failure is None
-    return Counter(one.what for one in report.applied if one.name != "weight copies")
+            assert (one is None) == (other is None)
+            assert one is None or (one - other).norm() <= error * other.norm()
+    assert len(graphs.reports) == (1 if len({*lengths}) == 1 else 2)
+    assert not any(report.failure for report in graphs.reports)
+    applied = graphs.reports[-1].applied
+    return Counter(one.what for one in applied if one.name != "weight copies")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -222,9 +243,24 @@ def test_rms_norms_of_any_spelling(spelling: str) -> None:
     assert found == {"RMSNorm": 1, "residual add and RMSNorm": 6}
 
 
+def test_the_default_epsilon_is_that_of_float32() -> None:
+    norm = RootMeanSquare("default epsilon")
+    assert compared(Model(norm=lambda: norm, blocks=0)) == {"RMSNorm": 1}
+
+
 def test_what_is_not_quite_a_norm_stays() -> None:
     model = Model(norm=lambda: RootMeanSquare("clamped"), mlp=lambda: Plain(torch.tanh))
     assert not compared(model)
+
+
+def test_a_residual_add_without_gradient_gets_none() -> None:
+    found = compared(Model(mlp=lambda: Plain(torch.tanh), block=Stopped, blocks=2))
+    assert found == {"LayerNorm": 3, "residual add and LayerNorm": 2}
+
+
+def test_norms_of_changing_lengths_are_fused() -> None:
+    found = compared(Model(mlp=lambda: Plain(torch.tanh), blocks=2), lengths=(8, 6, 5))
+    assert found == {"LayerNorm": 1, "residual add and LayerNorm": 4}
 
 
 @pytest.mark.parametrize("block", [Parallel, After])

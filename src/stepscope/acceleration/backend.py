@@ -26,6 +26,7 @@ from stepscope.acceleration.passes import (
     norms,
     patch_embedding,
 )
+from stepscope.acceleration.passes.gradients_off import detach_values
 from stepscope.acceleration.passes.in_place import remove_idle_dropout, write_out_of_place
 from stepscope.acceleration.passes.linears import Weights, copied_inputs
 from stepscope.acceleration.passes.matching import Applied, Left, Outcome
@@ -164,6 +165,7 @@ def _rewritten(
     fakes = torch_internals.fake_inputs(module, inputs)
     traced = torch_internals.retraced(module, fakes)
     remove_idle_dropout(traced.graph)
+    detach_values(traced.graph)
     hoist_views(traced)
     defer_masks(traced)
     torch_internals.note_names(traced)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from stepscope.acceleration.passes.gradients_off import without_gradients
 from stepscope.acceleration.passes.linears import packed_copy
 from stepscope.acceleration.passes.matching import (
     CASTS,
@@ -35,7 +36,7 @@ from stepscope.acceleration.passes.matching import (
     written_memory,
 )
 from stepscope.acceleration.passes.norms import detach_bias
-from stepscope.acceleration.torch_internals import GRAD_MODE, forget_name
+from stepscope.acceleration.torch_internals import forget_name
 from stepscope.kernels.activation import GELU, GELU_TANH, RELU, SILU
 from stepscope.kernels.activation_operator import Settings, activated_linear
 from stepscope.kernels.norm_operator import norm_operator
@@ -78,13 +79,9 @@ def fuse_activations(
 
 def _linears(graph: Graph) -> Iterator[Node]:
     """Yield the linear layers that learn; the graph may change meanwhile."""
-    differentiable, found = True, []
-    for node in graph.nodes:
-        if node.target is GRAD_MODE:
-            differentiable = bool(node.args[0])
-        if differentiable and calls(node, aten.linear.default) and not node.kwargs:
-            found.append(node)
-    yield from found
+    off = without_gradients(graph.nodes)
+    nodes = [x for x in graph.nodes if x not in off and calls(x, aten.linear.default)]
+    yield from (node for node in nodes if not node.kwargs)
 
 
 def _input_of(linear: Node) -> list[Node]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from stepscope.acceleration.copied import Copied
+from stepscope.acceleration.passes.gradients_off import without_gradients
 from stepscope.acceleration.passes.head_loss import order_of_weight
 from stepscope.acceleration.passes.matching import (
     CASTS,
@@ -41,7 +42,6 @@ from stepscope.acceleration.passes.matching import (
 )
 from stepscope.acceleration.sharded.fp8_gathers import Fp8Gathers
 from stepscope.acceleration.torch_internals import (
-    GRAD_MODE,
     fake_mode,
     forget_name,
     shared_arguments,
@@ -146,19 +146,13 @@ def _linears_with_cast(graph: Graph, *, always: bool = False) -> list[Node]:
     """Return the linear layers that cast their weight, or all of them, with a gradient."""
     written = written_memory(graph)
     found: list[Node] = []
-    without_gradient: set[Node] = set()
-    differentiable = True
+    off = without_gradients(graph.nodes)
     for node in graph.nodes:
-        if node.target is GRAD_MODE:
-            differentiable = bool(node.args[0])
-        if not differentiable:
-            without_gradient.add(node)
-            continue
-        linear = _linear_of(node)
+        linear = None if node in off else _linear_of(node)
         if linear is None or (value_of(linear.weight).dtype == linear.dtype and not always):
             continue
         used = {memory_of(one)[-1] for one in (node, linear.x, linear.weight)}
-        if not (used & written or without_gradient.intersection(linear.chain)):
+        if not (used & written or off.intersection(linear.chain)):
             found.append(node)
     return found
 

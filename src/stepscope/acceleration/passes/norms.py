@@ -19,6 +19,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from stepscope.acceleration.passes.gradients_off import without_gradients
 from stepscope.acceleration.passes.matching import (
     CASTS,
     COPIES,
@@ -36,7 +37,7 @@ from stepscope.acceleration.passes.matching import (
     value_of,
     written_memory,
 )
-from stepscope.acceleration.torch_internals import GRAD_MODE, fake_mode, forget_name
+from stepscope.acceleration.torch_internals import fake_mode, forget_name
 from stepscope.kernels.fp8.traced import traced_linear
 from stepscope.kernels.norm import MAX_COLUMNS
 from stepscope.kernels.norm_operator import MAX_READERS, Settings, norm_operator
@@ -92,13 +93,8 @@ def fuse_norms(
 
 def _candidates(graph: Graph) -> list[Node]:
     """Return the nodes that may be part of a norm, one for each, where gradients are recorded."""
-    found, differentiable = [], True
-    for node in graph.nodes:
-        if node.target is GRAD_MODE:
-            differentiable = bool(node.args[0])
-        if differentiable and calls(node, *_STARTS):
-            found.append(node)
-    return found
+    off = without_gradients(graph.nodes)
+    return [node for node in graph.nodes if node not in off and calls(node, *_STARTS)]
 
 
 def _layer_norm(node: Node) -> _Norm | None:
@@ -118,8 +114,10 @@ def _whole_rms_norm(node: Node) -> _Norm | None:
     if not is_tensor(weight):
         return None
     x: Any = node.args[0]
-    eps = torch.finfo(value_of(x).dtype).eps if eps is None else float(eps)
-    return _Norm(node, node, x, weight, None, eps)
+    if eps is None:
+        # That of the dtype in which torch computes.
+        eps = torch.finfo(torch.promote_types(value_of(x).dtype, torch.float32)).eps
+    return _Norm(node, node, x, weight, None, float(eps))
 
 
 def _rms_norm(mean: Node) -> _Norm | None:
@@ -370,12 +368,12 @@ def _is_residual(x: Node, norm: _Norm, order: Mapping[Node, int]) -> bool:
     if not calls(x, aten.add.Tensor) or x.kwargs or not all(map(is_tensor, x.args)):
         return False
     first, second = _summands(x)
-    shapes = {tuple(value_of(one).shape) for one in (first, second, x)}
+    shape = value_of(x).shape
     kinds = {value_of(one).dtype.is_floating_point for one in (first, second)}
     start = order[norm.first]
     inner = _between(norm)
     return (
-        len(shapes) == 1
+        all(value_of(one).shape == shape for one in (first, second))
         and kinds == {True}
         and all(order.get(user, start + 1) >= start or user in inner for user in x.users)
     )
