@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from accuracy import hold_to_policy
 from stepscope.kernels import linear_cross_entropy
+from stepscope.kernels.cross_entropy import loss_operator
 from stepscope.kernels.launch import kernels_take
 from stepscope.kernels.triton import cross_entropy as triton_cross_entropy
 from stepscope.kernels.triton.cross_entropy import count_rows, mean_of, write_losses
@@ -243,3 +244,27 @@ def test_torch_compile_gives_the_same_result(dtype: torch.dtype) -> None:
         torch.autograd.grad(actual, leaves), torch.autograd.grad(expected, leaves), strict=True
     ):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_targets_and_rows_that_are_not_dense(biased: bool) -> None:
+    """Such as those of a classifier of the first position, in a graph."""
+    dtype = torch.float16 if not ON_GPU else torch.bfloat16
+    x, weight = draw(4, 7, 32)[:, 0].requires_grad_(), draw(50, 32, seed=1).requires_grad_()
+    bias = draw(50, seed=2).requires_grad_() if biased else None
+    targets = torch.randint(50, (4, 9), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    leaves = [one for one in (x, weight, bias) if one is not None]
+    narrow = [one.to(dtype) for one in leaves]
+    loss = loss_operator(
+        narrow[0],
+        narrow[1],
+        targets[:, 0],
+        ignore_index=-100,
+        reduction="mean",
+        bias=narrow[2] if biased else None,
+    )
+    expected = functional.cross_entropy(functional.linear(*leaves), targets[:, 0])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
+    found = torch.autograd.grad(loss, leaves)
+    for one, other in zip(found, torch.autograd.grad(expected, leaves), strict=True):
+        assert (one - other).norm() < 1e-2 * other.norm()

@@ -77,7 +77,7 @@ def linear_cross_entropy(
     if targets.dtype not in _TARGETS:
         raise ValueError(f"targets are {targets.dtype}; they must be torch.int64 or torch.int32")
     rows = chunk_rows or rows_per_chunk(targets.numel(), weight.shape[0], x.shape[-1])
-    flat, flat_targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
+    flat, flat_targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     device_type = x.device.type
     compute = torch.promote_types(matmul_dtype(x), matmul_dtype(weight))
     with named("loss"), torch.autocast(device_type, enabled=False):
@@ -186,6 +186,7 @@ def _loss_and_grads(
     wide = torch.promote_types(compute, torch.float32)
     rows, vocab = x.shape[0], weight.shape[0]
     needs_grad = needs_x or needs_weight or needs_bias
+    targets = targets.contiguous()
     grad_bias = x.new_zeros(vocab if needs_bias else 0, dtype=wide)
     narrow = with_padded_rows(weight.detach(), compute) if narrow is None else narrow
     added = None if bias is None else with_padded_rows(bias.detach(), compute)
@@ -206,8 +207,7 @@ def _loss_and_grads(
         if added is None:
             matmul_into(logits, x_chunk, narrow.T)
         else:
-            # With `addmm(added, …, out=logits)` the loss was wrong on an H200 (torch 2.11).
-            logits.copy_(added.expand_as(logits)).addmm_(x_chunk, narrow.T)
+            torch.addmm(added, x_chunk, narrow.T, out=logits)
         kernels.write_losses(
             logits[:, :vocab],
             targets[chunk],
