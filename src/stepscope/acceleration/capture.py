@@ -8,6 +8,7 @@ replay: what it decides, prints or counts stays as it was in the capture.
 from __future__ import annotations
 
 import functools
+import gc
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -134,6 +135,8 @@ class Captured:
         self._versions: list[int] = []
         self._reads_gradients: bool | None = None
         self._written_by_hand = written_between
+        self._warmed_up = False
+        """Whether the last call ran on the stream of the captures."""
         self.statistics = Statistics()
         self.reasons: list[str] = []
         """Reasons why calls ran eagerly, each once."""
@@ -168,6 +171,14 @@ class Captured:
         self._entries.clear()
         if not self._given_backend:
             self._backend = None
+
+    def leave_stream(self) -> None:
+        """Let the next eager step create nodes of autograd on the current stream. Those of the
+        warm-up, which reference cycles of compiled code keep alive, have another one: it would hand
+        over every gradient, in as much time as the step takes."""
+        if self._warmed_up:
+            gc.collect()
+        self._warmed_up = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded_by_another():
@@ -313,6 +324,8 @@ class Captured:
     def _eager(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, warmup: bool = False
     ) -> Any:
+        if not warmup:
+            self.leave_stream()
         before = self._state.versions()
         keeps = (warmup or self.graphs > 0) and not self._written_by_hand
         self.statistics.eager += 1
@@ -343,6 +356,7 @@ class Captured:
 
         with watched_steps(self._state.optimizers, on_step), backend.on_side_stream():
             result = self._eager(args, kwargs, warmup=True)
+        self._warmed_up = True
         entry.calls += 1
         self._learn(usage)
         if numbers.was_used():

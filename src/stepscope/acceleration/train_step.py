@@ -160,6 +160,7 @@ class TrainStep:
         captured = self._create_captured(optimizer=[] if eager else update, written_between=eager)
         if self._captured is not None:
             captured.statistics = self._captured.statistics
+            self._captured.leave_stream()
         self._captured = captured
 
     def __call__(self, batch: Any) -> Tensor:
