@@ -492,12 +492,10 @@ def test_no_grad_inside_of_a_block() -> None:
 def test_what_cannot_be_traced_again_is_compiled_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from stepscope.acceleration import torch_internals
-
     def refuse(*_: Any) -> None:
         raise RuntimeError("no such operator")
 
-    monkeypatch.setattr(torch_internals, "retraced", refuse)
+    monkeypatch.setattr(backend_module, "retraced", refuse)
     report = compared(Model(sdpa_flag))
     assert report.failure == "RuntimeError: no such operator"
     assert "no such operator" in str(report)

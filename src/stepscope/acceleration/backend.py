@@ -37,6 +37,7 @@ from stepscope.acceleration.regions import (
     hoist_views,
     repeated_blocks,
 )
+from stepscope.acceleration.repeated_parts import retraced
 from stepscope.acceleration.sharded.unit_calls import defer_masks, require_no_calls
 from stepscope.errors import UsageError, one_line
 
@@ -163,7 +164,7 @@ def _rewritten(
     module: GraphModule, inputs: Sequence[Any], options: dict[str, Any], compile_region: Any
 ) -> tuple[torch_internals.Compiled, GraphReport, Comparison]:
     fakes = torch_internals.fake_inputs(module, inputs)
-    traced = torch_internals.retraced(module, fakes)
+    traced = retraced(module, fakes)
     remove_idle_dropout(traced.graph)
     detach_values(traced.graph)
     hoist_views(traced)

@@ -23,12 +23,13 @@ from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 
@@ -80,11 +81,12 @@ def _same_layout(x: Tensor) -> Tensor:
 def _with_number_of(x: Any, made: Any) -> None:
     """Let `item()` of a fake tensor return the number of another one: a float of the program that
     Dynamo passes in a tensor, since it may change between calls."""
-    if (number := _number_in(x)) is not None:
+    if (number := number_in(x)) is not None:
         made.item_memo = number
 
 
-def _number_in(x: Any) -> torch.SymFloat | None:
+def number_in(x: Any) -> torch.SymFloat | None:
+    """Return the number that `item()` of a fake tensor gives, if the program passes one so."""
     number = getattr(x, "item_memo", None)
     return number if isinstance(number, torch.SymFloat) else None
 
@@ -94,7 +96,7 @@ def without_numbers(
 ) -> Callable[..., Compiled]:
     """Let a compiler compile graphs that read no numbers from these inputs. AOTAutograd would take
     them for constants, and Dynamo would trace again."""
-    names = {str(x.node.expr) for x in map(_number_in, inputs) if x is not None}
+    names = {str(x.node.expr) for x in map(number_in, inputs) if x is not None}
 
     def run(module: GraphModule, given: Sequence[Any]) -> Compiled:
         new = {name for name in names if not TensorifyState.should_specialize(name)}
@@ -107,35 +109,88 @@ def without_numbers(
     return run
 
 
-def retraced(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
-    """Return Dynamo's graph as differentiable ATen operators, before autograd and autocast, with
-    the module path and stack trace of every node."""
+def trace_with(interpreter: Callable[[], Interpreter], inputs: Sequence[Any]) -> GraphModule:
+    """Trace what an interpreter runs, as operators before autograd and autocast with the `meta` of
+    the nodes that it runs."""
 
     def run(*args: Any) -> Any:
         for x, traced in zip(inputs, args, strict=True):
             _with_number_of(x, traced)
-        return _Traceable(module).run(*args)
+        return interpreter().run(*args)
 
     with fx_traceback.preserve_node_meta():
-        traced: GraphModule = make_fx(
+        made: GraphModule = make_fx(
             run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True
         )(*inputs)
-    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    for node, x in zip(placeholders, inputs, strict=True):
-        node.meta["requires_grad"] = isinstance(x, Tensor) and x.requires_grad
-    for node in traced.graph.nodes:
-        if node.op == "get_attr" and is_fake(attribute_of(traced, node)):
-            raise ValueError("a tensor is made by what is no operator")
-    return traced
+    return made
 
 
-class _Traceable(Interpreter):
+class Traceable(Interpreter):
     """Runs Dynamo's graph with operators only: `x.data` is none, but the same as `x.detach()`."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is _DATA:
             return args[0].detach()
         return super().call_function(target, args, kwargs)
+
+
+def _tracer() -> Any:
+    mode = proxy_tensor.get_proxy_mode()
+    assert mode is not None
+    return mode.tracer
+
+
+def last_traced_node() -> Node:
+    """Return the latest node of the trace that runs."""
+    latest: Node = next(iter(reversed(_tracer().graph.nodes)))
+    return latest
+
+
+def traced_node(x: Tensor) -> Node | None:
+    """Return what a tensor is in the trace that runs."""
+    found = proxy_tensor.get_proxy_slot(x, _tracer(), None)
+    return None if found is None else found.proxy.node
+
+
+def traced_constant(x: Tensor) -> Tensor | None:
+    """Return the value of a tensor, if the trace that runs knows it and may compute with it."""
+    found = proxy_tensor.get_proxy_slot(x, _tracer(), None)
+    known = None if found is None else found.constant
+    return getattr(x, "constant", None) if known is None else known
+
+
+def meta_of_trace(node: Node) -> dict[str, Any]:
+    """Return what the operators that a node becomes in a trace know about it."""
+    with fx_traceback.preserve_node_meta(), fx_traceback.set_current_meta(node):
+        return dict(fx_traceback.get_current_meta())
+
+
+def add_like_traced(graph: Graph, node: Node, args: Any, kwargs: Any) -> Node:
+    """Add a copy of a traced node, by the name that a trace would give it in this graph."""
+    name = node.name if node.op == "placeholder" else None
+    if isinstance(node.target, OpOverload):
+        name = graph._target_to_str(node.target.overloadpacket.__name__)
+    return graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+
+
+def ambient_state(values: Sequence[Any]) -> tuple[object, ...]:
+    """Return the state besides its inputs that a trace depends on."""
+    kinds = sorted({"cpu", *(x.device.type for x in values if isinstance(x, Tensor))})
+    autocasts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                 for kind in kinds]  # fmt: skip
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+        torch.is_autocast_cache_enabled(), *autocasts,
+    )  # fmt: skip
+
+
+def is_plain_fake(value: Any) -> bool:
+    return type(value) is FakeTensor and value.layout is torch.strided
+
+
+def storage_of(x: Tensor) -> int:
+    """Return the identity of the memory of a tensor."""
+    return int(x.untyped_storage()._cdata)
 
 
 def attribute_of(module: GraphModule, node: Node) -> Any:
