@@ -27,7 +27,7 @@ from stepscope.acceleration.passes.intervals import (
     rows_in_order,
     without_hidden_keys,
 )
-from stepscope.acceleration.passes.masks import MaskRules, slopes_of_mask
+from stepscope.acceleration.passes.masks import MaskRules, Slopes, rules_of_mask, slopes_of_mask
 from stepscope.acceleration.passes.matching import (
     Applied,
     Left,
@@ -45,7 +45,7 @@ from stepscope.acceleration.passes.naive_attention import (
     Call,
     lengths_equal,
     naive_attention,
-    rules_between,
+    rules_for,
 )
 from stepscope.acceleration.passes.products import ungrouped
 from stepscope.attention.call import AttentionCall
@@ -74,8 +74,9 @@ def fuse_attention(graph: Graph, *, kernels: bool | None = None) -> list[Outcome
             outcomes.append(Left(NAME, found, line_of(node)))
         elif found is not None:
             outcomes.append(_rewrite(graph, found, intervals, kernels))
+    masks: dict[Node, tuple[MaskRules | None, Slopes | None]] = {}
     for node in calls_of(graph, _SDPA):
-        found = _from_sdpa(node)
+        found = _from_sdpa(node, masks)
         if isinstance(found, str):
             outcomes.append(Left(NAME, found, line_of(node)))
         elif found is not None:
@@ -83,20 +84,25 @@ def fuse_attention(graph: Graph, *, kernels: bool | None = None) -> list[Outcome
     return outcomes
 
 
-def _from_sdpa(node: Node) -> Call | str | None:
+def _from_sdpa(
+    node: Node, masks: dict[Node, tuple[MaskRules | None, Slopes | None]]
+) -> Call | str | None:
     """Return an SDPA node as a call, why it stays as it is, or None if it is one to leave to
-    torch."""
+    torch. `masks` are those of other nodes, with what they mean."""
     mask = argument(node, 3, "attn_mask")
     if argument(node, 4, "dropout_p", 0.0):
         return "it has dropout"
     q, k, v = node.args[:3]
     rules = MaskRules(is_causal=bool(argument(node, 5, "is_causal", False)))
-    slopes = None
+    slopes: Slopes | None = None
     if mask is not None:
-        found = rules_between(mask, q, k)
+        if mask not in masks:
+            masks[mask] = rules_of_mask(mask), slopes_of_mask(mask)
+        known, slopes = masks[mask]
+        found = rules_for(known, q, k)
         if found is None:
             return OPAQUE
-        rules, slopes = found, slopes_of_mask(mask)
+        rules = found
     scale = argument(node, 6, "scale")
     if any(value_of(x).dim() != 4 for x in (q, k, v)) or isinstance(scale, Node):
         return None

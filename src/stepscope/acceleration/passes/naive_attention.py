@@ -84,7 +84,11 @@ class _Scores:
 
 def rules_between(mask: Node, q: Any, k: Any) -> MaskRules | None:
     """Return the rules of a mask of queries and keys (batch, heads, seq, d)."""
-    rules = rules_of_mask(mask)
+    return rules_for(rules_of_mask(mask), q, k)
+
+
+def rules_for(rules: MaskRules | None, q: Any, k: Any) -> MaskRules | None:
+    """Return the rules of a mask if they hold for queries and keys of these lengths."""
     if rules is None or (not lengths_equal(q, k) and (rules.has_positions or rules.prefix)):
         return None
     return rules
