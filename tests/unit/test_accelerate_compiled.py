@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import stepscope
 from fake_graphs import FakeGraphs
 from stepscope.acceleration import choice
+from stepscope.acceleration import compiled as compiled_module
 from stepscope.errors import UsageError
 from stepscope.optim import FusedAdamW
 
@@ -124,6 +126,33 @@ def test_it_trains_compiled_and_can_be_undone() -> None:
     report.undo()
     assert "forward" not in vars(changed)
     same(original, changed, ids_of())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_garbage_collector_is_as_before_after_a_first_call(
+    frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects that the program froze stay so."""
+    counts: list[int] = []
+    difference = compiled_module.difference
+
+    def counted(*args: Any) -> str:
+        counts.append(gc.get_freeze_count())
+        return difference(*args)
+
+    monkeypatch.setattr(compiled_module, "difference", counted)
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    try:
+        if frozen:
+            gc.freeze()
+        model = Model()
+        stepscope.accelerate(model, compile=FIXED)
+        model(ids_of())
+        assert counts[0] > 0
+        assert bool(gc.get_freeze_count()) == frozen
+    finally:
+        gc.freeze() if was_frozen else gc.unfreeze()
 
 
 def test_parts_of_a_list_cross_regions() -> None:
