@@ -241,6 +241,8 @@ def test_writes_through_data_between_replays_are_used(
                 weight = model.head.weight.data
                 (weight if row is None else weight[row]).mul_(0.5)
             values.append(step(accelerated_models.batch(number)))
+            # The host learns of a write when the device has seen it.
+            torch.cuda.synchronize()
         return values, step
 
     (expected, _), (actual, step) = run("off"), run("on")

@@ -28,6 +28,9 @@ _STRIDE = 257
 _COMPLETE = 1 << 14
 """Entries of a weight up to which all are compared."""
 
+_CALLS_BETWEEN_COPIES = 8
+"""Replays after which the host learns whether casts had to be repeated."""
+
 
 class Casts:
     """The casts that the optimizers of a step can write."""
@@ -101,7 +104,8 @@ class _OnDevice:
 
         self._calls += 1
         recast_if_stale(self._flag, self._tables, self._calls)
-        self._seen.copy_(self._flag, non_blocking=True)
+        if self._calls % _CALLS_BETWEEN_COPIES == 0:
+            self._seen.copy_(self._flag, non_blocking=True)
         return bool(self._seen)
 
 
