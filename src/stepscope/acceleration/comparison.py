@@ -189,6 +189,9 @@ class _InFloat32(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in (ENTERS_AUTOCAST, EXITS_AUTOCAST):
             return None
+        if target is torch.ops.aten.view.default and not args[0].is_contiguous():
+            # Attention in float32 may return another layout than the one that was traced.
+            target = torch.ops.aten.reshape.default
         return super().call_function(target, *tree_map(_widened, (args, kwargs)))
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -259,15 +259,11 @@ def compiled_apart(
     return compiled
 
 
-_RECOMPILATIONS = 64
-
-
 @contextmanager
 def tracing_settings(**settings: Any) -> Iterator[None]:
     """Trace as passes need it: warnings that are given once have been, when the model ran as it is
-    (they end a graph), regions leave gradients in the order that DDP reduces them, and the modules
-    of a model whose graph breaks, which may share a `forward`, are all compiled."""
-    settings |= {"optimize_ddp": False, "recompile_limit": _RECOMPILATIONS}
+    (they end a graph), and regions leave gradients in the order that DDP reduces them."""
+    settings["optimize_ddp"] = False
     if once := {x for name, x in vars(logging.Logger).items() if name.endswith("_once")}:
         settings["ignore_logger_methods"] = once
     with torch._dynamo.config.patch(settings), _without_metrics_errors():
