@@ -79,6 +79,24 @@ def causal_lm_flops(batch: int, layers: int = 2) -> int:
     return 3 * (layers * linear + head) + layers * attention
 
 
+class NaiveLayer(DecoderLayer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        heads = self.qkv_proj(self.input_layernorm(x)).view(batch, length, 3, HEADS, -1)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        hidden = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        scores = (q @ k.mT / (WIDTH // HEADS) ** 0.5).masked_fill(hidden, float("-inf"))
+        mixed = scores.softmax(-1) @ v
+        x = x + self.o_proj(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        return x + self.mlp(x)
+
+
+def naive_lm() -> tuple[nn.Module, Any]:
+    model, make_batch = causal_lm()
+    model.layers = nn.ModuleList(NaiveLayer() for _ in range(2))
+    return model, make_batch
+
+
 class VisionTransformer(nn.Module):
     """A model of torch.nn layers that returns logits and needs a loss function."""
 

@@ -6,7 +6,9 @@ import math
 
 import pytest
 import torch
-from test_substitute import (
+from torch import Tensor
+
+from attention_spellings import (
     LENGTH,
     VARIANTS,
     Attention,
@@ -20,8 +22,6 @@ from test_substitute import (
     sum_of_columns,
     without_the_sum,
 )
-from torch import Tensor
-
 from stepscope.acceleration.backend import Graphs
 
 

@@ -60,6 +60,20 @@ def test_a_setting_applies(changes: dict[str, tuple[str, ...]]) -> None:
         assert any(tensor.dtype == "bfloat16" for tensor in result.attachments["saved"])
 
 
+@pytest.mark.parametrize("checkpoint", ["as-is", "blocks"])
+def test_fused_attention_replaces_what_is_naive(checkpoint: str) -> None:
+    results = [
+        measured("naive_lm", attention=(one,), checkpoint=(checkpoint,))
+        for one in ("as-is", "fused")
+    ]
+    naive, fused = ({use.kernel for use in one.attachments["profile"].uses} for one in results)
+    flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert flash not in naive
+    assert flash in fused
+    assert "aten::_softmax" not in fused
+    assert "fused attention" in results[1].notes["memory_missing"]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

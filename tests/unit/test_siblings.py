@@ -13,7 +13,6 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from search_facts import llama
-from stepscope.acceleration.attention.kernel_call import fused
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.changes import Changes
 from stepscope.analysis.advice.changes import predictions
@@ -155,13 +154,3 @@ def test_a_loop_over_modules_is_advised_by_its_operators() -> None:
     on_cpu = {one.code: one for one, _ in predictions(llama(siblings=(loop,), on_gpu=False))}
     assert on_cpu["batched-modules"].gain_ms == pytest.approx(1500 * 11 / 12 * 0.02)
     assert "batched-modules" not in {one.code for one, _ in predictions(llama())}
-
-
-def test_attention_of_three_dimensions_runs_in_the_fused_kernel() -> None:
-    q, k, v = torch.randn(3, 2, TOKENS, WIDTH)
-    mask = torch.randn(2, TOKENS, TOKENS)
-    with Operators() as operators:
-        out = fused(q, k, v, attn_mask=mask)
-    assert any("flash_attention_for_cpu" in name for name in operators.names)
-    expected = (q @ k.transpose(-2, -1) / WIDTH**0.5 + mask).softmax(-1) @ v
-    torch.testing.assert_close(out, expected)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from stepscope.acceleration.changes import blocks_of, one_kernel_attention
+from stepscope.acceleration.changes import blocks_of
 from stepscope.advisor.trial import changes as changing
 from stepscope.advisor.trial.backwards import Backwards
 from stepscope.advisor.trial.changes import Changes
@@ -157,50 +156,6 @@ def test_model_that_is_never_called_is_reported_as_unchanged() -> None:
     assert list(changes.without_effect()) == ["compile", "dtype"]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_segment_uses_fused_attention_in_forward_and_recomputation(
-    reentrant: bool,
-) -> None:
-    torch.manual_seed(0)
-    model = Model()
-    by_the_model(model, draw()).backward()
-    expected = [parameter.grad for parameter in model.parameters()]
-    mode = one_kernel_attention()
-
-    def again(block: nn.Module, x: Tensor) -> Tensor:
-        result: Tensor = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
-        return result
-
-    model.zero_grad()
-    x = draw().requires_grad_()
-    with mode:
-        for block in model.blocks:
-            x = again(block, x)
-    assert mode.substituted == 2
-    x.square().mean().backward()
-    assert mode.substituted == 4
-    for parameter, one in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, one)
-
-
-def test_deferred_matmul_is_computed_inside_its_segment() -> None:
-    """Scores that are never used for attention."""
-    q = draw().requires_grad_()
-    mode = one_kernel_attention()
-
-    def scores(x: Tensor) -> Any:
-        return x @ x.mT
-
-    with mode:
-        result = torch.utils.checkpoint.checkpoint(scores, q, use_reentrant=False)
-        loss = result.square().mean()
-    loss.backward()
-    assert q.grad is not None
-    other = draw().requires_grad_()
-    scores(other).square().mean().backward()
-    torch.testing.assert_close(q.grad, other.grad)
-
-
 def test_checkpointing_and_fused_attention_together() -> None:
     torch.manual_seed(0)
     model = Model()
@@ -212,15 +167,3 @@ def test_checkpointing_and_fused_attention_together() -> None:
     by_the_model(plain, draw()).backward()
     for parameter, one in zip(plain.parameters(), result, strict=True):
         torch.testing.assert_close(parameter.grad, one)
-
-
-def test_without_the_mode_torch_checkpoint_is_used() -> None:
-    mode = one_kernel_attention()
-    follows = torch.utils.checkpoint.checkpoint
-    one_kernel_attention()
-    assert torch.utils.checkpoint.checkpoint is follows, "once is enough"
-    model = Model()
-    x = draw().requires_grad_()
-    follows(model, x, use_reentrant=False).square().mean().backward()
-    assert x.grad is not None
-    assert mode.substituted == 0

@@ -138,12 +138,23 @@ def _as_it_is(forward: Any) -> Any:
     return forward
 
 
-def add_layer(module: nn.Module, run: Callable[..., Any], owner: object) -> Layer:
-    """Run `run(module, *args, **kwargs)` in calls of this module, until the layer is removed."""
+def add_layer(
+    module: nn.Module, run: Callable[..., Any], owner: object, *, lowest: bool = False
+) -> Layer:
+    """Run `run(module, *args, **kwargs)` in calls of this module, until the layer is removed: above
+    the other layers, or below them."""
     registry = _registry_of(module) or _Forwards(module)
     layer = Layer(registry, run, owner)
-    registry.layers.append(layer)
+    registry.layers.insert(0 if lowest else len(registry.layers), layer)
     return layer
+
+
+def run_own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward below all layers."""
+    registry = _registry_of(module)
+    if registry is None or registry.own is None:
+        return type(module).forward(module, *args, **kwargs)
+    return registry.own(*args, **kwargs)
 
 
 def forward_below(module: nn.Module) -> Callable[..., Any]:

@@ -25,13 +25,14 @@ from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import is_contiguous_or_false
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import autocast_mode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
+from torch.utils._pytree import tree_map
 
 Compiled = Callable[..., Any]
 _PACKAGE = __name__.partition(".")[0]
@@ -119,10 +120,27 @@ def trace_with(interpreter: Callable[[], Interpreter], inputs: Sequence[Any]) ->
         return interpreter().run(*args)
 
     with fx_traceback.preserve_node_meta():
-        made: GraphModule = make_fx(
-            run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True
-        )(*inputs)
-    return made
+        return _traced(run, inputs)
+
+
+def _traced(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
+    trace = make_fx(function, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)
+    traced: GraphModule = trace(*inputs)
+    return traced
+
+
+def traced_apart(
+    function: Callable[..., Any], inputs: Sequence[Any], rewrite: Callable[[GraphModule], object]
+) -> GraphModule:
+    """Return the graph of a function of tensors, as `retraced` does, after a pass: for a call with
+    these inputs, or such as these."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, list(inputs))
+    with tracing(TracingContext(mode)):
+        # A bound method would have one argument more than the trace has inputs.
+        traced = _traced(lambda *given: function(*given), fakes)
+        rewrite(traced)
+    return traced
 
 
 class Traceable(Interpreter):

@@ -21,7 +21,7 @@ from stepscope.training.flags import GRAPHS_OF_TORCH
 if TYPE_CHECKING:
     import torch
 
-    from stepscope.acceleration.attention.substitute import fused_attention
+    from stepscope.acceleration.fused_attention import FusedAttention
     from stepscope.measure.device import Device
     from stepscope.measure.timer import Phase
     from stepscope.records.schema import Quantity
@@ -98,7 +98,7 @@ class TrainingStep(Subject):
         fast = self._precision.compute == "tf32"
         torch.set_float32_matmul_precision("high" if fast else "highest")
 
-    def compile_model(self, how: str, mode: str, attention: fused_attention | None = None) -> None:
+    def compile_model(self, how: str, mode: str, attention: FusedAttention | None = None) -> None:
         if how == "no":
             return
         if not compile_own(self.model, how, attention, mode):

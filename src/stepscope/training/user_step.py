@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stepscope.acceleration.changes import blocks_of, checkpoint_blocks, one_kernel_attention
+from stepscope.acceleration.changes import blocks_of, checkpoint_blocks
 from stepscope.analysis.predict.plan import Mode
 from stepscope.model.config import precision
 from stepscope.records.schema import Quantity, quantities
@@ -17,6 +17,7 @@ from stepscope.training.subject import TrainingStep
 if TYPE_CHECKING:
     import torch
 
+    from stepscope.acceleration.fused_attention import FusedAttention
     from stepscope.acceleration.report import Report
     from stepscope.measure.device import Device
 
@@ -54,7 +55,6 @@ class UserStep(TrainingStep):
 
         super().__init__(device, user.dtype, user.mode, seed=seed)
         self._user = user
-        self._attention = one_kernel_attention() if user.fuse_attention else None
         self._built = build(user.name)
         dtype = getattr(torch, precision(user.dtype).weights)
         self.model = self._built.model.to(device.torch_device, dtype)
@@ -89,11 +89,27 @@ class UserStep(TrainingStep):
         return report
 
     def compile(self) -> None:
-        """Compile the model according to its settings."""
-        self.compile_model(self._user.compile, self._user.compile_mode, self._attention)
-        if self._user.compile != "no":
-            # The compiled graph has the fused attention.
-            self._attention = None
+        """Compile the model and fuse its attention, according to its settings."""
+        attention = self._fused_attention() if self._user.fuse_attention else None
+        self.compile_model(self._user.compile, self._user.compile_mode, attention)
+        if attention is not None and self._user.compile == "no":
+            attention.replace()
+
+    def _fused_attention(self) -> FusedAttention:
+        """Find the attention of the model in one call, which draws no random numbers of a step."""
+        import torch
+
+        from stepscope.acceleration.fused_attention import FusedAttention
+
+        attention = FusedAttention()
+        device = self.device.torch_device
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            self._autocast(),
+            attention.watched(),
+        ):
+            call(self.model, self.batch)
+        return attention
 
     def next_batch(self) -> None:
         """Draw another batch of the same size."""
@@ -150,6 +166,5 @@ class UserStep(TrainingStep):
 
         self._mark_graph_step()
         with named("forward"), self._autocast():
-            with self._attention or nullcontext():
-                output = call(self.model, self.batch)
+            output = call(self.model, self.batch)
             self.loss = loss_of(output, self.batch, self._built.loss, self._user.name)

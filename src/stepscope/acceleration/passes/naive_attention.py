@@ -39,6 +39,8 @@ SOFTMAX = (aten.softmax.int, aten._softmax.default)
 _WHERE = (aten.where.self, aten.where.ScalarOther)
 OPAQUE = "its mask does not follow from positions and padding"
 BROADCAST = "its batches are broadcast"
+_NO_WEIGHT = -1e4
+"""A score whose exponential is zero next to others."""
 _MAX_OPERATORS = 12
 """Operators between q kᵀ and its softmax."""
 
@@ -65,6 +67,7 @@ class Call:
     """The mask as torch's attention takes it, for rules that have no kernel."""
     is_opaque: bool = False
     """Only the mask in memory says which keys are visible."""
+    dropout: float = 0.0
 
 
 @dataclass
@@ -98,15 +101,19 @@ def lengths_equal(q: Any, k: Any) -> bool:
     return bool(value_of(q).shape[-2] == value_of(k).shape[-2])
 
 
-def naive_attention(graph: Graph, node: Node) -> Call | str | None:
-    """Return the attention whose softmax is this node, why it stays as it is, or None."""
+def naive_attention(graph: Graph, node: Node, *, for_sdpa: bool = False) -> Call | str | None:
+    """Return the attention whose softmax is this node, why it stays as it is, or None. With
+    `for_sdpa` it may have dropout, and a mask in memory of any kind, such as ALiBi."""
     scores = _softmax_input(node)
     if scores is None or not _is_of_product(scores):
         return None
-    out = _weighted_sum(node)
-    if not isinstance(out, Node):
-        return out
-    found = _scores(scores, node)
+    weighted = _weighted_sum(node)
+    if weighted is None:
+        return None
+    out, dropout = weighted
+    if dropout and not for_sdpa:
+        return "it has dropout"
+    found = _scores(scores, node, slopes=not for_sdpa)
     if found is None:
         return "its scores are computed in a form that is not known"
     product, mask = found.product, found.mask
@@ -126,23 +133,26 @@ def naive_attention(graph: Graph, node: Node) -> Call | str | None:
     if mask is not None:
         mask = mask_of_scores(graph, mask, product)
         rules = None if mask is None else rules_between(mask, q, k)
-        in_memory = None if mask is None else _mask_in_memory(graph, found, mask, q)
+        if mask is not None:
+            in_memory = _mask_in_memory(graph, found, mask, None if for_sdpa else q)
     if found.slopes is not None and (value_of(product).dim() != 4 or rules is None):
         return OPAQUE
     return Call(
         q, k, v, out, rules or MaskRules(), mask, found.scale, found.softcap, last.layout,
-        found.slopes, math.isinf(found.hidden), in_memory, rules is None,
+        found.slopes, math.isinf(found.hidden), in_memory, rules is None, dropout,
     )  # fmt: skip
 
 
-def _mask_in_memory(graph: Graph, scores: _Scores, mask: Node, q: Node) -> Node | None:
-    """Return a mask of scores as torch's attention takes it; None if it would compute something
-    else, or less exactly. Backward passes of its kernels have other gradients for a query without a
-    visible key, whose scores are finite."""
+def _mask_in_memory(graph: Graph, scores: _Scores, mask: Node, q: Node | None) -> Node | None:
+    """Return a mask of scores as torch's attention takes it with these queries; None if it would
+    compute something else, or less exactly. Backward passes of its kernels have other gradients for
+    a query without a visible key, whose scores are finite. Without queries, return it as it is."""
     if scores.masked is None or scores.softcap is not None or scores.slopes is not None:
         return None
     if value_of(mask).dim() < 2:
         return None
+    if q is None:
+        return mask
     if value_of(mask).dtype == torch.bool:
         return mask if math.isinf(scores.hidden) else None
     wide, narrow = value_of(scores.masked).dtype, value_of(q).dtype
@@ -207,18 +217,18 @@ def _is_last(dim: Any, node: Any) -> bool:
     return is_tensor(node) and dim in (-1, value_of(node).dim() - 1)
 
 
-def _weighted_sum(softmax: Node) -> Node | str | None:
-    """Return the matmul of the weights with the values, or why it stays as it is."""
-    node = softmax
+def _weighted_sum(softmax: Node) -> tuple[Node, float] | None:
+    """Return the matmul of the weights with the values, and the dropout of the weights."""
+    node, dropout = softmax, 0.0
     while len(node.users) == 1:
         (user,) = node.users
         if not _reads_first(user, node):
             return None
         if calls(user, *PRODUCTS):
-            return user
-        if calls(user, aten.dropout.default) and not _inactive(user):
-            return "it has dropout"
-        if not (calls(user, *CASTS, *COPIES) or _inactive(user)):
+            return user, dropout
+        if calls(user, aten.dropout.default) and not _inactive(user) and not dropout:
+            dropout = float(user.args[1])  # type: ignore[arg-type]
+        elif not (calls(user, *CASTS, *COPIES) or _inactive(user)):
             return None
         node = user
     return None
@@ -234,15 +244,15 @@ def _inactive(node: Node) -> bool:
     return calls(node, aten.dropout.default) and not (node.args[1] and node.args[2])
 
 
-def _scores(node: Any, user: Node) -> _Scores | None:
-    """Return what these scores are computed from."""
+def _scores(node: Any, user: Node, slopes: bool) -> _Scores | None:
+    """Return what these scores are computed from; with `slopes`, ALiBi as that."""
     scale, softcap, mask, hidden = 1.0, None, None, -math.inf
-    slopes: Slopes | None = None
+    found: Slopes | None = None
     by: Node | None = None
     readers = {user} | _readers_of_maximum(node, user)
     while isinstance(node, Node) and set(node.users) <= readers:
         if calls(node, *PRODUCTS):
-            return _Scores(node, scale, softcap, mask, hidden, slopes, by)
+            return _Scores(node, scale, softcap, mask, hidden, found, by)
         if calls(node, aten.baddbmm.default):
             beta, factor = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
             if not isinstance(factor, int | float) or factor <= 0 or beta not in (0, 1):
@@ -251,7 +261,7 @@ def _scores(node: Any, user: Node) -> _Scores | None:
                 return None
             bias: Any = node.args[0] if beta else mask
             by = node if beta else by
-            return _Scores(node, scale * factor, softcap, bias, hidden, slopes, by)
+            return _Scores(node, scale * factor, softcap, bias, hidden, found, by)
         readers = {node}
         if softcap is None and (capped := _capped(node)) is not None:
             if scale != 1.0:
@@ -264,13 +274,13 @@ def _scores(node: Any, user: Node) -> _Scores | None:
             node = node.args[0]
         elif calls(node, *COPIES) or (calls(node, *CASTS) and is_upcast(node)):
             node = node.args[0]
-        elif softcap is None and slopes is None and (penalty := _penalty(node)) is not None:
-            node, slopes, hides = penalty
-            slopes = slopes.times(scale)
+        elif slopes and not (softcap or found) and (penalty := _penalty(node)) is not None:
+            node, of_alibi, hides = penalty
+            found = of_alibi.times(scale)
             if hides and mask is not None:
                 return None
-            mask = slopes.mask if hides else mask
-        elif softcap is None and (masked := _masked(node)) is not None:
+            mask = found.mask if hides else mask
+        elif softcap is None and (masked := _masked(node, scale)) is not None:
             if mask is None:
                 by = node if _is_boolean(node) or scale == 1.0 else None
                 node, mask, hidden = masked
@@ -323,19 +333,22 @@ def _penalty(node: Node) -> tuple[Any, Slopes, bool] | None:
     return None
 
 
-def _masked(node: Node) -> tuple[Any, Node, float] | None:
+def _masked(node: Node, scale: float) -> tuple[Any, Node, float] | None:
     """Return the scores before a mask, the mask as a node that is True or 0 where a key is visible,
-    and the score of the others, if the mask is boolean."""
+    and the score of the others, if the mask is boolean. `scale` is what they are multiplied by."""
     if calls(node, aten.add.Tensor) and len(node.args) == 2:
         left, right = node.args
         if not (is_tensor(right) and is_tensor(left)):
             return None
         return left, right, -math.inf  # type: ignore[return-value]
-    if calls(node, aten.masked_fill.Scalar) and (hidden := _hidden(node.args[2])) is not None:
+    if (
+        calls(node, aten.masked_fill.Scalar)
+        and (hidden := _hidden(node.args[2], scale)) is not None
+    ):
         return node.args[0], _negation(node, node.args[1]), hidden
     if calls(node, *_WHERE):
         condition, scores, other = node.args
-        if is_tensor(scores) and (hidden := _hidden(other)) is not None:
+        if is_tensor(scores) and (hidden := _hidden(other, scale)) is not None:
             return scores, condition, hidden  # type: ignore[return-value]
     return None
 
@@ -345,12 +358,14 @@ def _is_boolean(masked: Node) -> bool:
     return not calls(masked, aten.add.Tensor)
 
 
-def _hidden(value: Any) -> float | None:
-    """Return a score that has no weight next to others."""
+def _hidden(value: Any, scale: float) -> float | None:
+    """Return a score that, scaled, has no weight next to others."""
     if calls(value, aten.full.default):
         value = value.args[-1]
     number = number_of(value)
-    return number if number is not None and number <= HIDDEN else None
+    if number is None or number > HIDDEN or number * scale > _NO_WEIGHT:
+        return None
+    return number
 
 
 def _negation(node: Node, mask: Any) -> Any:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from stepscope.acceleration.changes import checkpoint_blocks, compile_own, one_kernel_attention
+from stepscope.acceleration.changes import checkpoint_blocks, compile_own
+from stepscope.acceleration.fused_attention import FusedAttention
 from stepscope.advisor.scope.trained_calls import Trained, before_first_call
 from stepscope.advisor.trial.accelerated import Acceleration
 from stepscope.advisor.trial.backwards import Backwards
@@ -55,7 +56,8 @@ class Changes:
         self._optimizers = Optimizers(self.applied)
         self._compiled_calls: dict[torch.nn.Module, Any] = {}
         self._dtype: torch.dtype | None = None
-        self._attention: Any = None
+        self._attention: FusedAttention | None = None
+        self._watching = True
         self._mode = ""
         self._checkpoints = False
         self._acceleration: Acceleration | None = None
@@ -84,7 +86,7 @@ class Changes:
         self._dtype = getattr(torch, dtype)
 
     def fuse_attention(self) -> None:
-        self._attention = one_kernel_attention()
+        self._attention = FusedAttention()
 
     def fuse_optimizers(self) -> None:
         self._optimizers.fuse()
@@ -106,7 +108,7 @@ class Changes:
         self._acceleration = Acceleration(dtype)
 
     def batch_siblings(self) -> None:
-        self._siblings = Siblings(self.applied, self.is_on)
+        self._siblings = Siblings(self.applied, self.is_on, lambda: self._attention)
 
     def with_models(self, setting: str, change: Callable[[torch.nn.Module], int]) -> None:
         self._model_changes[setting] = change
@@ -139,6 +141,13 @@ class Changes:
         self._optimizers.switch(self.is_on("optimizer"))
         for module, call in self._compiled_calls.items():
             module._compiled_call_impl = call if self.is_on("compile") else None
+        self._switch_attention()
+
+    def _switch_attention(self) -> None:
+        if self._attention is not None:
+            # The graph of a compiled model has the fused attention.
+            compiled = self._compiled and self.is_on("compile")
+            self._attention.switch(self.is_on("attention") and not compiled)
 
     @property
     def paused(self) -> bool:
@@ -163,6 +172,7 @@ class Changes:
             if self._siblings is not None:
                 self._siblings.find(model)
             if self._attention or self._dtype or self._mode or self._loop is not None:
+                self._watching = True
                 kind = next((p.device.type for p in model.parameters()), "cpu")
                 self._calls.append(Calls(model, partial(self._run, kind)))
 
@@ -182,11 +192,15 @@ class Changes:
                 for calls in settled:
                     self._compile(calls)
                 self._compiled = True
+            if self._attention is not None:
+                self._watching = not all_known
+                self._switch_attention()
+                self._attention.replace(self._siblings.together if self._siblings else ())
         if self._loop is not None:
             self._loop.end_step([calls.model for calls in settled], self._dtype)
 
     def _compile(self, calls: Calls) -> None:
-        if not (self._attention or self._dtype or self._loop is not None):
+        if not (self._dtype or self._loop is not None):
             calls.release()
         trainable = [part for part in calls.called if any(True for _ in part.parameters())]
         for module in [calls.model] if self._mode == "block" else trainable:
@@ -199,8 +213,8 @@ class Changes:
         """Settings that had no effect in the steps so far, with the reason."""
         counted = sorted(name for name, one in self._made.items() if one.counted)
         missing = {name: self._made[name].without for name in counted if not self.applied[name]}
-        if self._attention is not None and not self._attention.substituted:
-            missing["attention"] = self._made["attention"].without
+        if self._attention is not None and (reason := self._attention.why_not()) is not None:
+            missing["attention"] = reason
         if self._acceleration and (reason := self._acceleration.without_effect()) is not None:
             missing[ACCELERATE] = reason
         if self._loop is not None and (reason := self._loop.without_effect()) is not None:
@@ -213,13 +227,8 @@ class Changes:
             return call(*arguments, **keywords)
         recomputes = torch._C._current_graph_task_id() != NO_BACKWARD
         if self._loop is not None and self._loop.active and not recomputes:
-
-            def attending(*arguments: Any, **keywords: Any) -> Any:
-                with self._replaced_attention():
-                    return call(*arguments, **keywords)
-
             self.applied["dtype"] += 1
-            return self._loop.run(attending, *arguments, **keywords)
+            return self._loop.run(call, *arguments, **keywords)
         with self._around(kind, recomputes):
             output = call(*arguments, **keywords)
         if self._loop is not None and not recomputes:
@@ -239,14 +248,9 @@ class Changes:
                 self._autocast_on = True
                 self.applied["dtype"] += 1
                 self._autocast.enter_context(torch.autocast(kind, dtype))
-            call.enter_context(self._replaced_attention())
+            if self._attention is not None and self._watching and not recomputes:
+                call.enter_context(self._attention.watched())
             yield
-
-    def _replaced_attention(self) -> AbstractContextManager[Any]:
-        # The compiled graph has the fused attention.
-        compiled = self._compiled and self.is_on("compile")
-        off = self._attention is None or compiled or not self.is_on("attention")
-        return nullcontext() if off else self._attention
 
     def _backward_begins(self, roots: Any) -> None:
         self._leave_autocast()

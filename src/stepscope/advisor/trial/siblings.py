@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from stepscope.acceleration.attention.context import attention_in_vmap
 from stepscope.acceleration.forward_registry import has_own_forward
+from stepscope.acceleration.fused_attention import FusedAttention
+from stepscope.attention.inputs import autocast_dtype
 
 SETTING = "siblings"
 _PLAIN = (bool, int, float, str, type(None))
@@ -24,43 +25,64 @@ _PLAIN = (bool, int, float, str, type(None))
 class Siblings:
     """Lists of modules that are alike, and are called in order with one tensor."""
 
-    def __init__(self, applied: Counter[str], is_on: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        applied: Counter[str],
+        is_on: Callable[[str], bool],
+        attention: Callable[[], FusedAttention | None],
+    ) -> None:
         self._applied = applied
         self._is_on = is_on
+        self._attention = attention
         self._lists: list[_Batch] = []
 
     def find(self, model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, nn.ModuleList) and len(module) > 1 and _are_alike(list(module)):
-                self._lists.append(_Batch(list(module), self._use))
+                self._lists.append(_Batch(list(module), self._use, self._fused))
 
     def settle(self) -> None:
         """After a step: run those together that were called with the same input each time."""
         for one in self._lists:
             one.settle()
 
+    @property
+    def together(self) -> list[nn.Module]:
+        """The modules that run as one batch, whose attention is fused there."""
+        return [module for one in self._lists if one.is_together for module in one.modules]
+
     def _use(self) -> bool:
         self._applied[SETTING] += 1
         return self._is_on(SETTING)
+
+    def _fused(self) -> FusedAttention | None:
+        return self._attention() if self._is_on("attention") else None
 
 
 class _Batch:
     """Modules that are alike, in place of whose forwards one is called."""
 
-    def __init__(self, modules: list[nn.Module], use: Callable[[], bool]) -> None:
-        self._modules = modules
-        self._use = use
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        use: Callable[[], bool],
+        attention: Callable[[], FusedAttention | None],
+    ) -> None:
+        self.modules = modules
+        self._use, self._attention = use, attention
         self._forwards = [module.forward for module in modules]
         skeleton = copy.deepcopy(modules[0]).to("meta")
         self._skeleton = skeleton
         self._buffers = [dict(module.named_buffers()) for module in modules]
         self._versions = self._written()
         self._expected = self._rounds = 0
-        self._together = False
+        self.is_together = False
         self._refused = False
         self._input: Tensor | None = None
         self._version = -1
         self._outputs: list[Any] = []
+        self._traced: dict[object, Callable[..., Any] | None] = {}
+        """The forward with fused attention, by what a trace has of its input; None: it has none."""
         for number, module in enumerate(modules):
             module.forward = partial(self._call, number)
 
@@ -68,10 +90,10 @@ class _Batch:
         return [one._version for buffers in self._buffers for one in buffers.values()]
 
     def settle(self) -> None:
-        if self._together or self._refused:
+        if self.is_together or self._refused:
             return
         alone = not self._rounds or self._expected or self._written() != self._versions
-        self._together, self._refused = not alone, bool(alone and self._rounds)
+        self.is_together, self._refused = not alone, bool(alone and self._rounds)
         self._shared = {
             name for name, first in self._buffers[0].items()
             if all(torch.equal(first, other[name]) for other in self._buffers[1:])
@@ -83,7 +105,7 @@ class _Batch:
             self._refused = True
             return own(*arguments, **keywords)
         x = arguments[0]
-        if not self._together:
+        if not self.is_together:
             self._watch(number, x)
             return own(x)
         if number == 0:
@@ -91,9 +113,9 @@ class _Batch:
             if isinstance(x, Tensor) and self._use():
                 self._compute(x)
         if not self._outputs or not self._is_input(x):
-            return own(x)
+            return self._alone(number, x)
         output = self._outputs[number]
-        if number == len(self._modules) - 1:
+        if number == len(self.modules) - 1:
             self._forget()
         return output
 
@@ -104,7 +126,7 @@ class _Batch:
             self._refused = True
             return
         self._input, self._version = x, x._version
-        self._expected = (number + 1) % len(self._modules)
+        self._expected = (number + 1) % len(self.modules)
         if not self._expected:
             self._rounds += 1
             self._forget()
@@ -117,20 +139,12 @@ class _Batch:
         self._input, self._outputs = None, []
 
     def _compute(self, x: Tensor) -> None:
-        self._skeleton.train(self._modules[0].training)
-        parameters = _stacked([dict(module.named_parameters()) for module in self._modules])
-        own = [
-            {name: one for name, one in buffers.items() if name not in self._shared}
-            for buffers in self._buffers
-        ]
-        shared = {name: self._buffers[0][name] for name in self._shared}
-
-        def run(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Any:
-            return functional_call(self._skeleton, {**parameters, **buffers, **shared}, (x,))
-
+        run = self._fused(x) or self._run
+        several = [self._tensors(number) for number in range(len(self.modules))]
+        parameters, own = (_stacked([one[part] for one in several]) for part in range(2))
         try:
-            with attention_in_vmap():
-                together = vmap(run, randomness="different")(parameters, _stacked(own))
+            mapped = vmap(run, (0, 0, None, None), randomness="different")
+            together = mapped(parameters, own, several[0][2], x)
         except (RuntimeError, ValueError, NotImplementedError):
             # The module does something that cannot be mapped, as a decision by a value.
             self._refused = True
@@ -139,6 +153,40 @@ class _Batch:
             self._input, self._version = x, x._version
             self._outputs = list(together.unbind(0))
         self._refused = not self._outputs
+
+    def _alone(self, number: int, x: Any) -> Any:
+        """Run one of the modules while the batch is taken back."""
+        run = self._fused(x) if isinstance(x, Tensor) else None
+        return self._forwards[number](x) if run is None else run(*self._tensors(number), x)
+
+    def _fused(self, x: Tensor) -> Callable[..., Any] | None:
+        """Return a forward with fused attention for such an input; None if it has no attention, or
+        is not to be changed."""
+        attention = self._attention()
+        if attention is None:
+            return None
+        training = self.modules[0].training
+        key = (x.shape, x.dtype, autocast_dtype(x), training)
+        if key not in self._traced:
+            self._traced[key] = attention.of_function(self._run, [*self._tensors(0), x])
+        return self._traced[key]
+
+    def _tensors(self, number: int) -> list[dict[str, Tensor]]:
+        """Return the parameters, the own buffers and the shared ones of a module."""
+        buffers = self._buffers[number]
+        shared = {name: self._buffers[0][name] for name in self._shared}
+        own = {name: one for name, one in buffers.items() if name not in shared}
+        return [dict(self.modules[number].named_parameters()), own, shared]
+
+    def _run(
+        self,
+        parameters: dict[str, Tensor],
+        own: dict[str, Tensor],
+        shared: dict[str, Tensor],
+        x: Tensor,
+    ) -> Any:
+        self._skeleton.train(self.modules[0].training)
+        return functional_call(self._skeleton, {**parameters, **own, **shared}, (x,))
 
 
 def _stacked(several: list[dict[str, Tensor]]) -> dict[str, Tensor]:

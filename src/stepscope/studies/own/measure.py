@@ -9,7 +9,7 @@ import msgspec
 from stepscope.records.memory import INPUTS
 from stepscope.records.schema import Quantity
 from stepscope.studies.base import Bench, Measurement
-from stepscope.studies.own.cases import OwnCase
+from stepscope.studies.own.cases import AS_IS, OwnCase
 from stepscope.studies.own.step import own_step
 from stepscope.training.peaks import account
 from stepscope.training.timed import time_steps
@@ -25,7 +25,7 @@ _MAX_SAVED = 200
 def measure(case: OwnCase, bench: Bench) -> Measurement:
     device = bench.device
     step = own_step(case, device)
-    # Count FLOPs while it is eager, so that attention counts, fused or not.
+    # Count FLOPs while it is eager: operators of compiled code are not visible.
     counted = [
         msgspec.structs.replace(quantity, name="batch") if quantity.name == "samples" else quantity
         for quantity in step.quantities()
@@ -37,15 +37,16 @@ def measure(case: OwnCase, bench: Bench) -> Measurement:
     attachments: dict[str, Any] = {}
     notes: dict[str, str] = {}
     bench.progress(0, 1, "memory")
-    if case.compile == "no":
+    if case.compile == "no" and case.attention == AS_IS:
         ledger = _memory_ledger(step)
         largest = sorted(ledger.saved, key=lambda tensor: -tensor.bytes)[:_MAX_SAVED]
         attachments = {"ledger": ledger.peaks, "saved": largest}
         if device.kind == "cpu":
             peak = max(each.allocated for each in ledger.peaks)
     else:
+        traced_part = "the model" if case.compile != "no" else "its fused attention"
         notes["memory_missing"] = (
-            "the model is compiled: tensors saved by its kernels are not visible"
+            f"{traced_part} is compiled: tensors that it saves are not visible"
         )
     if peak is not None:
         counted.append(Quantity(name="peak_bytes", value=peak, unit="B"))
