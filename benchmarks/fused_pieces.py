@@ -26,14 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepscope.attention import attention
-from stepscope.attention.packed import split_heads
 from stepscope.kernels import add_rms_norm, linear_cross_entropy, rotated_heads_, swiglu
 from stepscope.kernels.embedding import MAX_TOKENS, embedded
 from stepscope.kernels.feed_forward import feed_forward
 from stepscope.kernels.matmul import fused_linear
-from stepscope.kernels.norm import normed_sum, plain_layer_norm, plain_rms_norm
-from stepscope.kernels.qkv import projected_heads
+from stepscope.kernels.norm import plain_rms_norm
 from stepscope.kernels.rope import plain_rotate, rotated_parts_
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.measure.device import Device, pick_device
@@ -149,26 +146,6 @@ def sum_and_norm(shape: Shape, device: torch.device) -> Race:
     return Race("add-norm", shape.name, variants_of(plain, fused, [stream, branch, weight], grads))
 
 
-def sum_and_layer_norm(shape: Shape, device: torch.device) -> Race:
-    stream = torch.randn(shape.tokens, shape.d_model, device=device)
-    branch = torch.randn_like(stream, dtype=torch.bfloat16)
-    weight, bias = (torch.ones(shape.d_model, device=device) for _ in range(2))
-
-    def plain(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        stream = x + branch
-        return stream, plain_layer_norm(stream, weight, bias, 1e-5).bfloat16()
-
-    def fused(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        stream, normed = normed_sum(
-            x, branch, weight, 1e-5, torch.bfloat16, bias=bias, centered=True
-        )
-        return stream, normed.value
-
-    grads = [torch.randn_like(stream), torch.randn_like(branch)]
-    variants = variants_of(plain, fused, [stream, branch, weight, bias], grads)
-    return Race("add-layer-norm", shape.name, variants)
-
-
 def gated(shape: Shape, device: torch.device) -> Race:
     gate, up, grad = (
         torch.randn(shape.tokens, shape.d_ff, device=device, dtype=torch.bfloat16) for _ in range(3)
@@ -248,34 +225,6 @@ def projections(shape: Shape, device: torch.device) -> Race:
     return Race("projections", shape.name, variants)
 
 
-def packed_attention(shape: Shape, device: torch.device) -> Race:
-    """Causal attention of a projection that returns q, k and v, with its bias. torch's kernels
-    return three gradients, which are gathered; Stepscope's write one."""
-    d, heads = shape.d_model, shape.heads
-    x = torch.randn(4, shape.tokens // 4, d, device=device, dtype=torch.bfloat16)
-    weight = torch.randn(3 * d, d, device=device) * 0.02
-    bias = torch.randn(3 * d, device=device)
-    grads = [torch.randn(4, heads, shape.tokens // 4, d // heads, device=device).to(x.dtype)]
-
-    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        q, k, v = split_heads(functional.linear(x, weight, bias), heads, False)
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def ours(impl: str) -> Function:
-        copies = WeightCopies()
-
-        def fused(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            q, k, v = projected_heads(x, (weight,), copies, (bias,), heads=heads)
-            return attention(q, k, v, is_causal=True, impl=impl)
-
-        return autocast(fused)
-
-    inputs = [x, weight, bias]
-    variants = variants_of(autocast(plain), ours("sdpa"), inputs, grads)
-    variants["stepscope, triton"] = both_passes(ours("triton"), inputs, grads)
-    return Race("packed-attention", shape.name, variants)
-
-
 def full_feed_forward(shape: Shape, device: torch.device) -> Race:
     x = torch.randn(shape.tokens, shape.d_model, device=device, dtype=torch.bfloat16)
     wide = [torch.randn(shape.d_ff, shape.d_model, device=device) * 0.02 for _ in range(2)]
@@ -344,11 +293,9 @@ PIECES: dict[str, Callable[[Shape, torch.device], Race]] = {
     "embedding": embedding,
     "embedding-text": embedding_of_a_text,
     "add-norm": sum_and_norm,
-    "add-layer-norm": sum_and_layer_norm,
     "swiglu": gated,
     "rotary": rotated,
     "projections": projections,
-    "packed-attention": packed_attention,
     "feed-forward": full_feed_forward,
 }
 

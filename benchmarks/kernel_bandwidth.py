@@ -35,7 +35,7 @@ from torch.nn import functional
 
 from stepscope.errors import one_line
 from stepscope.kernels.fp8.recipe import E4M3, LARGEST, TENSORWISE
-from stepscope.kernels.triton import activation, fp8, launches, norm, qkv
+from stepscope.kernels.triton import activation, fp8, launches, norm
 from stepscope.kernels.triton.launches import Block, Rows, Tile
 
 ROUNDS, LAUNCHES = 11, 10
@@ -95,11 +95,7 @@ def partial_sums(module: ModuleType) -> Iterator[list[Tensor]]:
     another kernel."""
     partial: list[Tensor] = []
 
-    def collect(_: object, __: object, reads: Tensor, results: Sequence[Tensor]) -> Tensors:
-        partial.append(reads)
-        return tuple(results)
-
-    with replaced(module, "compute_gradients", collect):
+    with replaced(module, "add_up", lambda sums, _: partial.append(sums)):
         yield partial
 
 
@@ -213,26 +209,6 @@ def gelu_backward(rows: int, width: int, variants: Sequence[Rows]) -> Case:
     )  # fmt: skip
 
 
-def gather_heads(batch: int, seq: int, heads: int, d: int, variants: Sequence[Rows]) -> Case:
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-        sums = torch.empty(3 * heads * d, device=q.device)
-        with partial_sums(qkv) as partial:
-            out, _ = qkv.gather_heads(q, k, v, False, sums)
-        return out, *partial
-
-    def expected(*three: Tensor) -> Tensors:
-        out = torch.cat([x.transpose(1, 2).flatten(2) for x in three], dim=2)
-        return out, out.double().sum((0, 1))
-
-    def inputs() -> Tensors:
-        return tuple(draw(batch, seq, heads, d).transpose(1, 2) for _ in range(3))
-
-    return Case(
-        "gather_heads", f"{batch}x{seq}x{heads}x{d}", "gather_heads", named(variants), inputs,
-        call, expected, 1e-5, 3 * 4 * batch * seq * heads * d,
-    )  # fmt: skip
-
-
 def fp8_amax(rows: int, columns: int, dtype: torch.dtype, variants: Sequence[Tile]) -> Case:
     return Case(
         "fp8_amax", f"{rows}x{columns} {dtype}", "fp8_amax", named(variants),
@@ -292,10 +268,6 @@ def cases() -> list[Case]:
         Rows(*sizes)
         for sizes in ((4, 8, 1024), (4, 10, 1024), (4, 12, 1024), (2, 24, 512), (4, 9, 2048))
     ]
-    gathers = [
-        Rows(warps, resident, 1024, at_once=at_once)
-        for warps, resident, at_once in ((4, 5, 4), (4, 8, 4), (4, 8, 2), (4, 12, 2), (8, 4, 4))
-    ]
     maxima = [
         Tile(*sizes)
         for sizes in ((16, 256, 4), (8, 512, 4), (32, 128, 4), (32, 256, 8), (64, 128, 8))
@@ -330,7 +302,6 @@ def cases() -> list[Case]:
         sum_of_parts(660, 1536, sums),
         sum_of_parts(264, 2560, sums),
         sum_of_parts(352, 3072, sums),
-        gather_heads(128, 197, 12, 64, gathers),
         fp8_scale(6400, scales),
         fp8_scale(40_960, scales),
     ]

@@ -29,7 +29,6 @@ from stepscope.kernels.triton import embedding as triton_embedding
 from stepscope.kernels.triton import fp8 as triton_fp8
 from stepscope.kernels.triton import launches
 from stepscope.kernels.triton import norm as triton_norm
-from stepscope.kernels.triton import qkv as triton_qkv
 from stepscope.kernels.triton import rope as triton_rotary
 from stepscope.kernels.triton import scale as triton_scale
 from stepscope.kernels.triton import stale_casts as triton_stale_casts
@@ -288,55 +287,27 @@ def variants() -> list[Variant]:
                 registers=None if gated else summed.registers,
                 **how,
             )
-    for half, rest, group in ((64, 0, 1), (40, 0, 1), (16, 32, 1), (16, 64, 2)):
+    for half in (64, 40):
         shape = {
             "HALF": half,
-            "D": 2 * half + rest,
             "BLOCK_H": 32,
             "BLOCK_HALF": triton.next_power_of_2(half),
             "warps": 4,
         }
         case(
-            (
-                "rotary",
-                half,
-                group,
-            ),
+            ("rotary", half),
             triton_rotary.rotary_turn_kernel,
             [x, x, f, f] + [i] * 7 + ["fp32"],
-            GROUP=group,
             **shape,
         )
-        case(
-            (
-                "rotary gathered",
-                half,
-                rest,
-            ),
-            triton_rotary.rotary_gather_kernel,
-            [x] * 4 + [f, f] + [i] * 9 + [f] + [i] * 6,
-            BLOCK_REST=rest,
-            GROUP=2 * group - 1,
-            AMAX=half != 64,
-            **shape,
-        )
-    rows = launches.gather_heads(768)
-    for summed in (False, True):
-        case(
-            (
-                "heads gathered",
-                summed,
-            ),
-            triton_qkv.gather_heads_kernel,
-            [x] * 4 + [f] + [i] * 15,
-            D=64,
-            SUMMED=summed,
-            BLOCK_ROWS=rows.at_once,
-            BLOCK=rows.block,
-            warps=rows.warps,
-            registers=rows.registers,
-            odd=("S", "rows", "rows_per_program"),
-        )
+        for amax in (False, True):
+            case(
+                ("rotary gathered", half, amax),
+                triton_rotary.rotary_gather_kernel,
+                [x] * 4 + [f, f] + [i] * 9 + [f] + [i] * 3,
+                AMAX=amax,
+                **shape,
+            )
     for by_row in (False, True):
         tile = launches.fp8_amax(by_row)
         case(

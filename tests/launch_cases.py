@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from stepscope.attention import ScoreRules, attention
-from stepscope.attention.packed import split_heads
 from stepscope.kernels import (
     add_rms_norm,
     embedded,
@@ -81,7 +80,7 @@ def attended(
     impl: str, dtype: torch.dtype, *, layouts: dict[str, str] | None = None, tf32: bool = False,
     backward: bool = True, heads: int = 4, key_heads: int = 4, length: int = 256, d: int = 64,
     contiguous_when_saved: bool = False, rules: dict[str, Any] | None = None,
-    projected: str = "", autocast: torch.dtype | None = None, **how: Any,
+    projected: bool = False, autocast: torch.dtype | None = None, **how: Any,
 ) -> Results:  # fmt: skip
     """Compute output and gradients of attention."""
     if rules is not None:
@@ -92,10 +91,8 @@ def attended(
         for n, (name, count) in enumerate(counts.items())
     )
     if projected:
-        by_head = projected == "by head"
-        parts = [x.transpose(1, 2) for x in (q, k, v)]
-        one = torch.stack(parts, 3 if by_head else 2).flatten(2)
-        q, k, v = split_heads(one, heads, by_head)
+        one = torch.stack([x.transpose(1, 2) for x in (q, k, v)], 2)
+        q, k, v = (x.transpose(1, 2) for x in one.unbind(2))
     leaves = [x.detach().requires_grad_(backward) for x in (q, k, v)]
     saving: Any = nullcontext()
     if contiguous_when_saved:
@@ -161,8 +158,7 @@ def attention_variants(impl: str, dtype: torch.dtype) -> Variants:
             "layouts": dict.fromkeys(everything, TRANSPOSED), "contiguous_when_saved": True,
         },
         **{f"{name} unaligned": {"layouts": {name: UNALIGNED}} for name in everything},
-        "one projection": {"projected": "in parts"},
-        "one projection by head": {"projected": "by head"},
+        "one projection": {"projected": True},
         "dtype": {"dtype": other},
         "tf32": {"tf32": True},
         "autocast": {"autocast": torch.float16},
@@ -211,8 +207,6 @@ def fused(
         embedded(tokens, table),
         rotated_heads_(heads_in * 1.0, cos, sin, heads),
         *rotated_parts_((parts_in * 1.0).contiguous(), cos, sin, heads),
-        *rotated_parts_((parts_in * 1.0).contiguous(), cos, sin, 3 * heads - 2, 1),
-        *rotated_parts_((parts_in * 1.0).contiguous(), cos[:, :4], sin[:, :4], heads, by_head=True),
     )
     total = sum((out.float() * math.pi ** (n % 3)).square().sum() for n, out in enumerate(outputs))
     leaves = [x, y, weight, table, heads_in, parts_in]

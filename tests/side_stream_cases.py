@@ -15,20 +15,20 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 from stepscope.acceleration.train_step import TrainStep
-from stepscope.kernels.feed_forward import mlp
-from stepscope.kernels.norm import normed_sum
-from stepscope.kernels.qkv import projected_heads
+from stepscope.kernels.feed_forward import feed_forward
+from stepscope.kernels.matmul import fused_linear
+from stepscope.kernels.norm import normed_sum, plain_rms_norm
 from stepscope.kernels.weight_copies import WeightCopies
 from stepscope.optim import InBackwardAdamW
 
-EPS, HEADS = 1e-5, 2
+EPS = 1e-5
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-2}
 """Gradients that are nearly zero change little with this eps."""
 Seen = dict[str, Tensor]
 
 
 class Net(nn.Module):
-    """One block, applied `uses` times: LayerNorm, heads, MLP with biases, add and LayerNorm.
+    """One block, applied `uses` times: norm, a projection in three parts, MLP, add and norm.
     Everything is a kernel if `fused`, else torch's own operators."""
 
     def __init__(self, width: int, fused: bool) -> None:
@@ -38,11 +38,9 @@ class Net(nn.Module):
         generator = torch.Generator().manual_seed(0)
         shapes = {
             **dict.fromkeys(("query", "key", "value"), (width, width)),
-            "first": (2 * width, width),
+            **dict.fromkeys(("gate", "up"), (2 * width, width)),
             "second": (width, 2 * width),
-            **{f"{name}_bias": (width,) for name in ("query", "key", "value", "second")},
-            "first_bias": (2 * width,),
-            **dict.fromkeys(("scale", "shift", "last_scale", "last_shift"), (width,)),
+            **dict.fromkeys(("scale", "last_scale"), (width,)),
         }
         for name, shape in shapes.items():
             drawn = torch.randn(shape, generator=generator) / width**0.5
@@ -60,32 +58,21 @@ class Net(nn.Module):
         return loss
 
     def block(self, x: Tensor) -> Tensor:
-        names = ("query", "key", "value")
-        weights = tuple(getattr(self, name) for name in names)
-        biases = tuple(getattr(self, f"{name}_bias") for name in names)
+        weights = self.query, self.key, self.value
         if not self.fused:
-            normed = functional.layer_norm(x, (self.width,), self.scale, self.shift, EPS)
-            q, k, v = (
-                functional.linear(normed, w, b) for w, b in zip(weights, biases, strict=True)
-            )
+            normed = plain_rms_norm(x, self.scale, EPS)
+            q, k, v = (functional.linear(normed, weight) for weight in weights)
             mixed = x + torch.tanh(q) * k + v
-            hidden = functional.gelu(functional.linear(mixed, self.first, self.first_bias))
-            total = mixed + functional.linear(hidden, self.second, self.second_bias)
-            return functional.layer_norm(
-                total, (self.width,), self.last_scale, self.last_shift, EPS
-            )
+            hidden = functional.silu(functional.linear(mixed, self.gate))
+            hidden = hidden * functional.linear(mixed, self.up)
+            total = mixed + functional.linear(hidden, self.second)
+            return plain_rms_norm(total, self.last_scale, EPS)
         copies = WeightCopies()
-        _, of_x = normed_sum(x, None, self.scale, EPS, bias=self.shift, centered=True)
-        heads = projected_heads(of_x.value, weights, copies, biases, heads=HEADS)
-        q, k, v = (one.transpose(1, 2).flatten(2) for one in heads)
+        _, of_x = normed_sum(x, None, self.scale, EPS)
+        q, k, v = fused_linear(of_x, weights, copies).chunk(3, -1)
         mixed = x + torch.tanh(q) * k + v
-        branch = mlp(
-            mixed, (self.first,), self.second, copies,
-            activation="gelu", biases=(self.first_bias,), out_bias=self.second_bias,
-        )  # fmt: skip
-        _, of_sum = normed_sum(
-            mixed, branch, self.last_scale, EPS, bias=self.last_shift, centered=True
-        )
+        branch = feed_forward(mixed, self.gate, self.up, self.second, copies)
+        _, of_sum = normed_sum(mixed, branch, self.last_scale, EPS)
         return of_sum.value
 
     def summed(self) -> list[tuple[str, Tensor]]:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import stepscope
 from stepscope.attention.api import attention_with
-from stepscope.attention.packed import split_heads
 from stepscope.kernels import fp8_linear
 from stepscope.kernels.activation_policy import KEEPS
 from stepscope.kernels.fp8.casts import quantize
@@ -220,8 +219,8 @@ def test_weights_are_transposed_to_the_bit() -> None:
 
 @pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "triton", "auto"])
 def test_attention_is_known_to_save_its_output(name: str) -> None:
-    parts = draw(2, 128, 3 * 4 * 64).requires_grad_()
-    q, k, v = split_heads(parts, 4, False)
+    parts = draw(2, 128, 3, 4, 64).requires_grad_()
+    q, k, v = (part.transpose(1, 2) for part in parts.unbind(2))
     out = attention_with(name)(q, k, v, is_causal=True)
     merged = out.transpose(1, 2).reshape(2, 128, 4 * 64)
     assert is_saved_output(out)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from accuracy import check_against_float64
 from stepscope.attention import ScoreRules, attention, explain
-from stepscope.attention.packed import split_heads
 from stepscope.attention.tiles import tiles
 
 pytestmark = pytest.mark.skipif(
@@ -142,15 +141,14 @@ def test_calls_that_differ_in_one_property(d: int) -> None:
     q, k, v, _ = draw(1024, d=d)
     masks = [{}, {"is_causal": True}]
     transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    packed = torch.randn(BATCH, 1024, 3 * HEADS * d, device="cuda", dtype=torch.bfloat16)
+    projected = torch.randn(BATCH, 1024, 3, HEADS, d, device="cuda", dtype=torch.bfloat16)
     calls: list[tuple[list[Tensor], dict[str, Any]]] = [
         ([q, k, v], {}),
         *[([q, k, v], mask) for mask in masks],
         ([transposed[0], k, v], {}),
         ([q, transposed[1], v], {}),
         ([q, k, transposed[2]], masks[-1]),
-        ([*split_heads(packed, HEADS, by_head=False)], masks[-1]),
-        ([*split_heads(packed, HEADS, by_head=True)], masks[-1]),
+        ([x.transpose(1, 2) for x in projected.unbind(2)], masks[-1]),
         ([q.half(), k.half(), v.half()], {}),
         ([q, k, v], {"scale": 0.5}),
         *[

@@ -17,8 +17,9 @@ from stepscope.attention import FlashAttentionTorch, FlashAttentionTriton, refer
 from stepscope.errors import UsageError
 from stepscope.kernels import fp8_linear, weight_copies
 from stepscope.kernels.activation_policy import KEEPS
-from stepscope.kernels.feed_forward import mlp
-from stepscope.kernels.fp8 import feed_forward, linear, saved
+from stepscope.kernels.feed_forward import feed_forward
+from stepscope.kernels.fp8 import feed_forward as fp8_feed_forward
+from stepscope.kernels.fp8 import linear, saved
 from stepscope.kernels.fp8.layers import Fp8Layers
 from stepscope.kernels.fp8.recipe import (
     BF16,
@@ -236,79 +237,42 @@ def test_cached_casts_follow_the_weight() -> None:
 
 
 @pytest.mark.parametrize("scaling", [TENSORWISE, ROWWISE])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_fused_projections_are_those_of_single_ones(scaling: str, transposed: bool) -> None:
+def test_fused_projections_are_those_of_single_ones(scaling: str) -> None:
     recipe = Recipe(scaling)
     copies = WeightCopies(fp8=Fp8Layers(recipe, always=True))
-    x = draw(3, 16, 144).to(HALF).requires_grad_()
-    weight, bias = draw(64, 144).requires_grad_(), draw(64).requires_grad_()
-    stored = weight.detach().T.contiguous().requires_grad_() if transposed else None
-    out = fused_linear(
-        x, (weight if stored is None else stored,), copies, (bias,), transposed=transposed
-    )
-    expected = fp8_linear(x, weight, bias, recipe=recipe)
+    x, weight = draw(3, 16, 144).to(HALF).requires_grad_(), draw(64, 144).requires_grad_()
+    out, expected = fused_linear(x, (weight,), copies), fp8_linear(x, weight, recipe=recipe)
     assert torch.equal(out, expected)
     grad = draw(3, 16, 64).to(HALF)
-    learned = (x, weight if stored is None else stored, bias)
-    actual = torch.autograd.grad(out, learned, grad)
-    wanted = torch.autograd.grad(expected, (x, weight, bias), grad)
-    assert torch.equal(actual[0], wanted[0])
-    assert torch.equal(actual[1].T if transposed else actual[1], wanted[1])
-    assert torch.equal(actual[2], wanted[2])
-    if not transposed:
-        parts = weight.detach()[:16].clone(), weight.detach()[16:].clone()
-        together = fused_linear(x, tuple(p.requires_grad_() for p in parts), copies, ())
-        assert error(together + bias.to(HALF), expected.detach().double()) < 1e-3
+    actual = torch.autograd.grad(out, (x, weight), grad)
+    wanted = torch.autograd.grad(expected, (x, weight), grad)
+    assert all(torch.equal(a, b) for a, b in zip(actual, wanted, strict=True))
+    parts = weight.detach()[:16].clone(), weight.detach()[16:].clone()
+    together = fused_linear(x, tuple(p.requires_grad_() for p in parts), copies)
+    assert error(together, expected.detach().double()) < 1e-3
 
 
 @pytest.mark.parametrize(
     ("policy", "scaling"), [*itertools.product(KEEPS, [TENSORWISE]), ("gates", ROWWISE)]
 )
-@pytest.mark.parametrize("gated", [True, False])
 @in_interpreter
-def test_mlp_equals_its_layers_one_by_one(policy: str, scaling: str, gated: bool) -> None:
+def test_an_mlp_equals_its_layers_one_by_one(policy: str, scaling: str) -> None:
     copies = WeightCopies(fp8=Fp8Layers(scaling, always=True))
     x = draw(32, 144).to(HALF).requires_grad_()
-    first = [draw(160, 144, seed=n).div(12).requires_grad_() for n in range(1 + gated)]
+    first = tuple(draw(160, 144, seed=n).div(12).requires_grad_() for n in range(2))
     second = draw(144, 160).div(12).requires_grad_()
-    biases = [] if gated else [draw(160).requires_grad_()]
-    out = mlp(x, tuple(first), second, copies, biases=biases, policy=policy)
-    assert copies.fp8 is not None
-    gates = fused_linear(x, tuple(first), copies, biases)
-    gate, up = gates.chunk(2, -1) if gated else (gates, None)
-    hidden = nn.functional.silu(gate.float())
-    hidden = (hidden if up is None else hidden * up.float()).to(HALF)
+    out = feed_forward(x, *first, second, copies, policy)
+    gate, up = fused_linear(x, first, copies).chunk(2, -1)
+    hidden = (nn.functional.silu(gate.float()) * up.float()).to(HALF)
     expected = fused_linear(hidden, (second,), copies)
     # Rounded differently before the casts, so that some values land on the other FP8 neighbor.
     assert error(out.detach(), expected.detach().double()) < 5e-3
-    learned = (x, *first, second, *biases)
+    learned = (x, *first, second)
     grad = draw(32, 144, seed=5).to(HALF)
     actual = torch.autograd.grad(out, learned, grad)
     for a, b in zip(actual, torch.autograd.grad(expected, learned, grad), strict=True):
         assert a.dtype == b.dtype
         assert error(a, b.double()) < 0.02
-
-
-@pytest.mark.parametrize("policy", KEEPS)
-@pytest.mark.parametrize("fp8", [False, True])
-@in_interpreter
-def test_gate_and_up_in_one_weight(policy: str, fp8: bool) -> None:
-    """The same as with a weight for each, with the gradient of one weight and one bias."""
-    copies = WeightCopies(fp8=Fp8Layers(always=True) if fp8 else None)
-    x, second = draw(32, 144).to(HALF).requires_grad_(), draw(144, 160).div(12).requires_grad_()
-    first, bias = draw(320, 144, seed=1).div(12).requires_grad_(), draw(320).requires_grad_()
-    parts = [
-        part.detach().clone().requires_grad_() for one in (first, bias) for part in one.chunk(2)
-    ]
-    grad = draw(32, 144, seed=5).to(HALF)
-    for _ in range(2):
-        out = mlp(x, (first,), second, copies, biases=(bias,), packed=True, policy=policy)
-        expected = mlp(x, tuple(parts[:2]), second, copies, biases=parts[2:], policy=policy)
-        assert torch.equal(out, expected)
-        actual = torch.autograd.grad(out, (x, second, first, bias), grad)
-        wanted = torch.autograd.grad(expected, (x, second, *parts), grad)
-        joined = (*wanted[:2], torch.cat(wanted[2:4]), torch.cat(wanted[4:]))
-        torch.testing.assert_close(actual, joined, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("policy", KEEPS)
@@ -319,14 +283,14 @@ def test_a_frozen_mlp_casts_its_hidden_values_once(
     x = draw(32, 32).to(HALF).requires_grad_()
     first, second = (draw(48, 32), draw(48, 32, seed=1)), draw(32, 48)
     columns = []
-    original = feed_forward.quantize
+    original = fp8_feed_forward.quantize
 
     def recorded(*args: Any, **how: Any) -> Any:
         columns.append(how.get("columns", True))
         return original(*args, **how)
 
-    monkeypatch.setattr(feed_forward, "quantize", recorded)
-    mlp(x, first, second, copies, policy=policy).float().sum().backward()
+    monkeypatch.setattr(fp8_feed_forward, "quantize", recorded)
+    feed_forward(x, *first, second, copies, policy).float().sum().backward()
     assert x.grad is not None
     assert columns == [False]
 
@@ -403,7 +367,7 @@ class TestModel:
             return quantize(x, *args, partial=partial, **how)
 
         monkeypatch.setattr(fp8, "amax", amax)
-        for module in (linear, saved, feed_forward):
+        for module in (linear, saved, fp8_feed_forward):
             monkeypatch.setattr(module, "quantize", checked)
         subject = model(fp8=Fp8Layers(always=True))
         for block in subject.blocks:

@@ -14,13 +14,7 @@ from accuracy import hold_to_policy
 from pairwise import pairwise
 from stepscope.kernels import add_rms_norm, rms_norm, rotated_heads_, swiglu
 from stepscope.kernels.activation import PLAIN
-from stepscope.kernels.norm import (
-    MAX_COLUMNS,
-    layer_norm,
-    normed_sum,
-    plain_layer_norm,
-    plain_rms_norm,
-)
+from stepscope.kernels.norm import MAX_COLUMNS, plain_rms_norm
 from stepscope.kernels.rope import plain_rotate
 from stepscope.kernels.triton import activation as triton_activation
 from stepscope.kernels.triton import norm as triton_norm
@@ -96,42 +90,20 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_norm_with_an_offset_of_its_weight(dtype: torch.dtype, launches: list[str]) -> None:
-    inputs = [draw(3, 5, 40, dtype=dtype, seed=n) for n in range(2)]
-    inputs.append(0.1 * draw(40, dtype=dtype, seed=2))
-
-    def fused(x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        stream, normed = normed_sum(x, branch, weight, EPS, offset=1.0)
-        return stream, normed.value
-
-    def plain(x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        return plain_add_norm(x, branch, weight.to(wide) + 1)
-
-    check(fused, plain, inputs, [draw(3, 5, 40, seed=n) for n in (3, 4)])
-    assert launches == ["norm forward", "norm backward"]
-    with pytest.raises(ValueError, match="an offset needs an RMSNorm"):
-        normed_sum(inputs[0], None, inputs[2], offset=1.0, units=True)
-
-
-@pytest.mark.parametrize("centered", [True, False], ids=["LayerNorm", "RMSNorm"])
-def test_frozen_weights_have_no_reduction(centered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_weights_have_no_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the input is the same; there is no second launch."""
     reductions: list[Tensor] = []
     original = triton_norm.add_up
     monkeypatch.setattr(
         triton_norm, "add_up", lambda *given: (reductions.append(given[0]), original(*given))
     )
-    x, weight, bias = draw(7, 40).requires_grad_(), draw(40, seed=1), draw(40, seed=2)
+    x, weight = draw(7, 40).requires_grad_(), draw(40, seed=1)
     results = []
     for frozen in (False, True):
-        leaves = [one.clone().requires_grad_(not frozen) for one in (weight, bias)]
-        shift = leaves[1] if centered else None
-        _, normed = normed_sum(x, None, leaves[0], EPS, bias=shift, centered=centered)
-        normed.value.backward(draw(7, 40, seed=3))
+        leaf = weight.clone().requires_grad_(not frozen)
+        rms_norm(x, leaf, EPS).backward(draw(7, 40, seed=3))
         results.append(x.grad)
-        assert (leaves[0].grad is None) == frozen
+        assert (leaf.grad is None) == frozen
         x.grad = None
     assert torch.equal(*results)
     assert len(reductions) == 1
@@ -163,50 +135,6 @@ def test_norm_alone(dtype: torch.dtype, launches: list[str]) -> None:
     grads = [draw(2, 7, 96, seed=2)]
     check(lambda *x: rms_norm(*x, EPS), lambda *x: plain_rms_norm(*x, EPS), inputs, grads)
     assert launches == ["norm forward", "norm backward"]
-
-
-@pairwise({
-    "rows, d": [(1, 2), (3, 16), (11, 100), (5, 1600)], "bias": [True, False], "dtype": DTYPES,
-})  # fmt: skip
-def test_layer_norm(rows: int, d: int, bias: bool, dtype: torch.dtype, launches: list[str]) -> None:
-    # A mean of the size of the deviation, so that centering matters.
-    inputs = [1 + draw(2, rows, d, dtype=dtype), 1 + 0.1 * draw(d, dtype=dtype, seed=1)]
-    inputs += [draw(d, dtype=dtype, seed=2)] * bias
-
-    def fused(x: Tensor, weight: Tensor, offset: Tensor | None = None) -> Tensor:
-        return layer_norm(x, weight, offset, EPS)
-
-    def plain(x: Tensor, weight: Tensor, offset: Tensor | None = None) -> Tensor:
-        return plain_layer_norm(x, weight, offset, EPS)
-
-    for _ in range(2):
-        check(fused, plain, inputs, [draw(2, rows, d, seed=3)])
-    assert launches == ["norm forward", "norm backward"] * 2
-
-
-@pytest.mark.parametrize("branch_dtype", [torch.float32, torch.float16], ids=str)
-def test_sum_and_layer_norm(branch_dtype: torch.dtype, launches: list[str]) -> None:
-    inputs = [1 + draw(7, 96), draw(7, 96, dtype=branch_dtype, seed=1), draw(96, seed=2)]
-    inputs.append(draw(96, seed=3))
-    out_dtype = branch_dtype
-
-    def fused(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        stream, normed = normed_sum(x, branch, weight, EPS, out_dtype, bias=bias, centered=True)
-        return stream, normed.value
-
-    def plain(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        stream = x + branch
-        normed = plain_layer_norm(stream, weight, bias, EPS)
-        return stream, normed if stream.dtype == torch.float64 else normed.to(out_dtype)
-
-    grads = [draw(7, 96, seed=4), draw(7, 96, seed=5).to(out_dtype).float()]
-    check(fused, plain, inputs, grads)
-    assert launches == ["norm forward", "norm backward"]
-
-
-def test_a_bias_needs_a_layer_norm() -> None:
-    with pytest.raises(ValueError, match="a bias needs a LayerNorm"):
-        normed_sum(draw(4, 40), None, draw(40), bias=draw(40))
 
 
 def test_a_branch_in_lower_precision_as_under_autocast() -> None:

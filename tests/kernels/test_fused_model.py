@@ -39,9 +39,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     for module in (triton_norm, triton_activation):
 
-        def watched(*arguments, name=module.__name__, original=module.forward):  # type: ignore[no-untyped-def]
+        def watched(*arguments, name=module.__name__, original=module.forward, **options):  # type: ignore[no-untyped-def]
             seen.append(name.rpartition(".")[2])
-            return original(*arguments)
+            return original(*arguments, **options)
 
         monkeypatch.setattr(module, "forward", watched)
     return seen

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from launch_recorder import DEVICE, B, D, H, Recorder, S, dense, recording
 from stepscope.attention import attention, flex
-from stepscope.attention.packed import split_heads
 from stepscope.attention.triton import launch as triton_launch
 from stepscope.kernels import autotune
 from stepscope.kernels.weight_copies import WeightCopies
@@ -59,12 +58,11 @@ def run(recorder: Recorder, **change: Any) -> None:
     if any(name in change for name in triton_launch.Rules._fields):
         settings["rules"] = rules(q.shape[-2], k.shape[-2], device, change)
     if change.get("projection"):
-        projected = torch.empty(B, S, 3 * H * D, dtype=dtype, device=device)
-        q, k, v = split_heads(projected, H, change["by_head"])
-    packed = change.get("packed", True)
+        projected = torch.empty(B, S, 3, H, D, dtype=dtype, device=device)
+        q, k, v = (one.transpose(1, 2) for one in projected.unbind(2))
     with tf32(change.get("tf32", False)):
         triton_launch.forward(q, k, v, **settings)
-        triton_launch.backward(grad, q, k, v, out, lse, **settings, packed=packed)
+        triton_launch.backward(grad, q, k, v, out, lse, **settings)
 
 
 def rules(rows: int, keys: int, device: str, change: dict[str, Any]) -> triton_launch.Rules:
@@ -111,14 +109,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "head dimension": {"d": 80},
     "batch": {"b": 1},
     "device": {"device": "meta"},
-    **{
-        f"one projection, {name}": {"projection": True, "by_head": by_head, "packed": packed}
-        for name, by_head, packed in (
-            ("packed", False, True),
-            ("packed by head", True, True),
-            ("gradients apart", False, False),
-        )
-    },
+    "one projection": {"projection": True},
     "intervals": {"key_intervals": 1, "query_intervals": 1},
     "intervals of each batch": {"key_intervals": B, "query_intervals": B},
     "soft cap": {"softcap": 3.0},
@@ -132,7 +123,7 @@ BASES: dict[str, dict[str, Any]] = {
     "float32": {}, "bfloat16": {"dtype": torch.bfloat16}, "tf32": {"tf32": True},
     "q unaligned": {"dtype": torch.bfloat16, "q": "unaligned"},
     "causal": {"causal": True, "scale": 1},
-    "one projection": {"projection": True, "by_head": False, "dtype": torch.bfloat16},
+    "one projection": {"projection": True, "dtype": torch.bfloat16},
     "rules": {"key_intervals": 1, "query_intervals": 1, "slopes": "", "sinks": "", "softcap": 2.0},
 }  # fmt: skip
 

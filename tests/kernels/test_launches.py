@@ -16,7 +16,6 @@ def all_rows() -> list[launches.Rows]:
     widths = [2**n + more for n in range(1, 20) for more in (0, 1) if 2**n + more <= MAX_COLUMNS]
     return [
         launches.activation_summed(),
-        *(launches.gather_heads(width) for width in widths),
         *(launches.norm_backward(width) for width in widths),
     ]
 

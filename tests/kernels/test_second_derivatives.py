@@ -13,16 +13,11 @@ from stepscope.attention import attention
 from stepscope.kernels import embedded, linear_cross_entropy, rms_norm, swiglu
 from stepscope.kernels.feed_forward import feed_forward
 from stepscope.kernels.matmul import fused_linear
-from stepscope.kernels.qkv import projected_heads
 from stepscope.kernels.weight_copies import WeightCopies
 
 TOKENS = torch.tensor([1, 0, 3], device=DEVICE)
 OPERATIONS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "fused projection": (lambda x, w: fused_linear(x, (w,), WeightCopies()), ((4, 6), (7, 6))),
-    "projected heads": (
-        lambda x, w: torch.cat(projected_heads(x, (w,), WeightCopies(), heads=2), -1),
-        ((2, 3, 6), (12, 6)),
-    ),
     "feed-forward": (
         lambda x, a, b, c: feed_forward(x, a, b, c, WeightCopies(), "all"),
         ((4, 6), (8, 6), (8, 6), (6, 8)),

@@ -101,10 +101,10 @@ def test_every_reader_sees_complete_gradients(reader: Reader) -> None:
 @pytest.mark.parametrize(
     ("reader", "computed", "waits"),
     [
-        (unread, 4 * STEPS, [False, False, False]),
+        (unread, 2 * STEPS, [False, False, False]),
         # In the second step it is known that the gradients are sums of two.
-        (used_twice, 2 * 4, [True, False, False]),
-        (used_by_a_penalty, 4, [True, False, False]),
+        (used_twice, 2 * 2, [True, False, False]),
+        (used_by_a_penalty, 2, [True, False, False]),
         (hooked_after, 0, [False, False, False]),
         (hooked_before, 0, [False, False, False]),
     ],
@@ -112,7 +112,7 @@ def test_every_reader_sees_complete_gradients(reader: Reader) -> None:
 def test_the_main_stream_waits_only_for_other_readers(
     reader: Reader, computed: int, waits: list[bool]
 ) -> None:
-    """The four: both norms, one with the bias of the branch, the heads, and the activation."""
+    """The two are the norms."""
     late = LateStream()
     trained(reader, partial(Late, late=late), SHAPE, DEVICE, STEPS)
     assert late.computed == computed
@@ -159,10 +159,10 @@ def test_gradients_that_are_returned_can_be_read(read: Callable[[Tensor], Tensor
     net, plain = Net(8, True).to(DEVICE), Net(8, False).to(DEVICE)
     late = LateStream()
     with Late(net, late).attached():
-        (of_bias,) = torch.autograd.grad(net(x), [net.first_bias])
-    (expected,) = torch.autograd.grad(plain(x), [plain.first_bias])
+        (of_scale,) = torch.autograd.grad(net(x), [net.scale])
+    (expected,) = torch.autograd.grad(plain(x), [plain.scale])
     assert late.computed
-    torch.testing.assert_close(read(of_bias).to(DEVICE), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(read(of_scale).to(DEVICE), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_parameters_of_another_optimizer_are_not_overlapped() -> None:

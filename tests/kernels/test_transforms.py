@@ -24,7 +24,6 @@ from stepscope.kernels import (
 )
 from stepscope.kernels.feed_forward import feed_forward
 from stepscope.kernels.matmul import fused_linear
-from stepscope.kernels.qkv import projected_heads
 from stepscope.kernels.rope import rotated_parts_
 from stepscope.kernels.weight_copies import WeightCopies
 
@@ -108,10 +107,6 @@ COS, SIN = draw(8, 4), draw(8, 4, seed=1)
 OPERATIONS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "fused projection": (
         lambda x, a, b: fused_linear(x, (a, b), WeightCopies()), ((4, 6), (7, 6), (3, 6)),
-    ),
-    "projected heads": (
-        lambda x, w, b: torch.cat(projected_heads(x, (w,), WeightCopies(), (b,), heads=2), -1),
-        ((2, 3, 6), (12, 6), (12,)),
     ),
     "feed-forward": (
         lambda x, a, b, c: feed_forward(x, a, b, c, WeightCopies(), "all"),

@@ -86,7 +86,6 @@ def launch_backward(
     scale: float,
     shift: int,
     *rules: Any,
-    packed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, and the row sums of gradient times output."""
     # Saved-tensor hooks may return tensors with different strides.
@@ -95,7 +94,7 @@ def launch_backward(
     kernels = _kernels()
     more = {"rules": _kernel_rules(rules)} if rules else {}
     grads: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.backward(
-        grad, q, k, v, out, lse, scale=scale, causal=is_causal, shift=shift, packed=packed, **more
+        grad, q, k, v, out, lse, scale=scale, causal=is_causal, shift=shift, **more
     )
     return grads
 
@@ -255,10 +254,7 @@ def _attend_backward(
     direct: bool,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v with any number of leading dimensions, and delta."""
-    run: Callable[..., tuple[Tensor, ...]] = flash_backward
-    if direct:
-        # Outputs of an operator must not share memory.
-        run = functools.partial(launch_backward, packed=True)
+    run: Callable[..., tuple[Tensor, ...]] = launch_backward if direct else flash_backward
     if q.dim() == 4:
         return run(grad, q, k, v, out, lse, *settings)
     heads = [as_four_dims(x) for x in (grad, q, k, v, out)]

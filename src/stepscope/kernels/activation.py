@@ -21,14 +21,6 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 """torch's functions, by name."""
 
 
-def gate_and_up(gates: Tensor, gated: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the halves of (rows, 2 · width); in an MLP that is not gated, the tensor and None."""
-    if not gated:
-        return gates, None
-    gate, up = gates.chunk(2, dim=1)
-    return gate, up
-
-
 def activated(
     gate: Tensor, up: Tensor | None, activation: str, amax: bool = False
 ) -> Tensor:  # (rows, width)
@@ -52,17 +44,16 @@ def write_gradients(
     recomputed: Tensor | None = None,
     grad_bias: Tensor | None = None,
     amax: bool = False,
-    bias: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Tensor | None:
     """Write the gradients of gate and up, possibly over these tensors; the output of `activated`
     into `recomputed` and the sum of the gate's gradient over the rows into `grad_bias`, unless they
     are None. Return largest magnitudes of parts of the gradients, if `amax` and a kernel has
-    computed them, and the sum, which is the gradient of the parameter `bias`."""
+    computed them."""
     if kernels_take(gate, grad):
         from stepscope.kernels.triton import activation as triton_activation
 
         return triton_activation.backward(
-            grad, gate, up, grad_gate, grad_up, activation, recomputed, grad_bias, amax, bias
+            grad, gate, up, grad_gate, grad_up, activation, recomputed, grad_bias, amax
         )
     if recomputed is not None:
         recomputed.copy_(activated(gate, up, activation))
@@ -76,7 +67,7 @@ def write_gradients(
     grad_gate.copy_(of_gate)
     if grad_bias is not None:
         grad_bias.copy_(of_gate.sum(0))
-    return None, grad_bias
+    return None
 
 
 def _times_slope(grad: Tensor, x: Tensor, activation: str) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from torch.nn import functional
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels.autotune import autotuned_matmul_into, autotuning
 from stepscope.kernels.norm import Normed
-from stepscope.kernels.tensor_facts import note_bias, take_sums
 from stepscope.kernels.weight_copies import WeightCopies, Weights
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 from stepscope.torch_tools.side_stream import gradient_consumer
@@ -27,146 +26,48 @@ from stepscope.torch_tools.side_stream import gradient_consumer
 
 def fused_linear(
     x: Tensor | Normed,  # (..., d)
-    weights: Weights,  # each (rows, d), or (rows, ...) with d entries in a row
+    weights: Weights,  # each (rows, d)
     copies: WeightCopies,
-    biases: Sequence[Tensor] = (),  # one (rows,) per weight, or none at all
-    *,
-    transposed: bool = False,
 ) -> Tensor:  # (..., all rows)
-    """Return x times each weight transposed, plus its bias, side by side. `copies` has the weights
-    in the matmul dtype. With `transposed` there is one weight, stored as (d, rows) such as
-    GPT-2's."""
+    """Return x times each weight transposed, side by side. `copies` has the weights in the matmul
+    dtype."""
     read = x.value if isinstance(x, Normed) else x
     dtype = matmul_dtype(read)
     if transforms_active():
         # The transforms differentiate and map torch's own operators.
-        return functional.linear(
-            read.to(dtype),
-            torch.cat([stored_as_rows(weight, transposed).to(dtype) for weight in weights]),
-            torch.cat([bias.to(dtype) for bias in biases]) if biases else None,
-        )
-    if copies.fp8 is not None and weights[0].dim() == 2:
-        in_fp8 = copies.fp8.linear(x, weights, copies, biases, transposed)
+        rows = torch.cat([weight.to(dtype) for weight in weights])
+        return functional.linear(read.to(dtype), rows)
+    if copies.fp8 is not None:
+        in_fp8 = copies.fp8.linear(x, weights, copies)
         if in_fp8 is not None:
             return in_fp8
     normed = x if isinstance(x, Normed) else None
     out: Tensor = _FusedLinear.apply(  # type: ignore[no-untyped-call]
-        read.to(dtype),
-        normed,
-        copies.narrow(weights, dtype),
-        copies.narrow_bias(biases, dtype),
-        transposed,
-        *weights,
-        *biases,
+        read.to(dtype), normed, copies.narrow(weights, dtype), *weights
     )
-    return note_bias(out, biases)
-
-
-def stored_as_rows(weight: Tensor, transposed: bool) -> Tensor:
-    """Return a weight, which may be stored as (d, rows) or be that of a convolution, as a view of
-    (rows, d)."""
-    return weight.T if transposed else weight.flatten(1)
+    return out
 
 
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        normed: Normed | None,
-        narrow: Weights,
-        bias: Tensor | None,
-        transposed: bool,
-        *weights_and_biases: Tensor,
+        ctx: Any, x: Tensor, normed: Normed | None, narrow: Weights, *weights: Tensor
     ) -> Tensor:
-        return project(ctx, x, normed, narrow, bias, transposed, weights_and_biases)
+        flat = x.reshape(-1, x.shape[-1])
+        ctx.x = SavedInput(ctx, flat, normed, narrow)
+        ctx.learned = WeightGradients(weights)
+        out = linear_concat(flat, narrow)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     @differentiable_once("a fused projection", "fused_projections=False")
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return projection_gradients(ctx, grad, take_sums(grad))
-
-
-FIRST_WEIGHT = 5
-"""Position of the first weight among the arguments of an autograd Function that projects."""
-
-
-def project(
-    ctx: Any,
-    x: Tensor,  # (..., d)
-    normed: Normed | None,
-    narrow: Weights,
-    bias: Tensor | None,
-    transposed: bool,
-    weights_and_biases: Sequence[Tensor],
-) -> Tensor:  # (..., all rows)
-    """Compute a fused projection, and save what `projection_gradients` needs."""
-    weights = tuple(tensor for tensor in weights_and_biases if tensor.dim() > 1)
-    narrow = tuple(stored_as_rows(weight, transposed) for weight in narrow)
-    flat = x.reshape(-1, x.shape[-1])
-    ctx.x = SavedInput(ctx, flat, normed, narrow)
-    ctx.learned = WeightGradients(weights, transposed)
-    ctx.biases = saved_biases(weights_and_biases[len(weights) :])
-    out = linear_concat(flat, narrow, bias)
-    return out.view(*x.shape[:-1], out.shape[-1])
-
-
-def projection_gradients(
-    ctx: Any,
-    grad: Tensor,  # (..., all rows)
-    bias_sums: Tensor | None = None,  # (all rows,)
-) -> tuple[Any, ...]:
-    """Return the gradients of the arguments of an autograd Function that has called `project`.
-    `bias_sums` are the gradients of the biases, if a kernel has summed them."""
-    x, narrow, _ = ctx.x.restore(ctx)
-    flat = grad.reshape(-1, grad.shape[-1])
-    grad_x = None
-    if ctx.needs_input_grad[0]:
-        grad_x = linear_grad_input(flat, narrow).view(*grad.shape[:-1], x.shape[-1])
-    end = len(ctx.needs_input_grad) - len(ctx.biases)
-    of_biases = bias_gradients(flat, ctx.biases, ctx.needs_input_grad[end:], bias_sums)
-    of_weights = ctx.learned.gradients(flat, x, ctx.needs_input_grad[FIRST_WEIGHT:end])
-    return grad_x, None, None, None, None, *of_weights, *of_biases
-
-
-def concatenated(biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """Return the biases as one tensor in that dtype; None if there are none."""
-    if not biases:
-        return None
-    return biases[0].to(dtype) if len(biases) == 1 else torch.cat(list(biases)).to(dtype)
-
-
-class SavedBias(NamedTuple):
-    """What the backward pass needs of a bias."""
-
-    rows: int
-    dtype: torch.dtype
-    parameter: weakref.ref[Tensor]
-
-    def empty(self, device: torch.device) -> Tensor:
-        """Return memory for its gradient."""
-        return torch.empty(self.rows, device=device, dtype=self.dtype)
-
-
-def saved_biases(biases: Sequence[Tensor]) -> list[SavedBias]:
-    return [SavedBias(bias.shape[0], bias.dtype, weakref.ref(bias)) for bias in biases]
-
-
-def bias_gradients(
-    grad: Tensor,  # (tokens, all rows)
-    biases: Sequence[SavedBias],
-    needed: Sequence[bool],
-    total: Tensor | None = None,  # (all rows,)
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of biases: sums over all tokens, which may be known as `total`. A cast
-    would wait for the stream that writes it, so it is used in its own dtype only."""
-    if not any(needed):
-        return (None,) * len(biases)
-    if total is None or any(bias.dtype != total.dtype for bias in biases):
-        total = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
-    one = len(biases) == 1
-    parts = (total,) if one else torch.split(total, [bias.rows for bias in biases])
-    return tuple(part.to(bias.dtype) for part, bias in zip(parts, biases, strict=True))
+        x, narrow, _ = ctx.x.restore(ctx)
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = linear_grad_input(flat, narrow).view(*grad.shape[:-1], x.shape[-1])
+        return grad_x, None, None, *ctx.learned.gradients(flat, x, ctx.needs_input_grad[3:])
 
 
 class SavedInput:
@@ -196,8 +97,8 @@ class SavedInput:
 class WeightGradients:
     """Computes the gradients of weights that one matmul reads side by side."""
 
-    def __init__(self, weights: Weights, transposed: bool = False) -> None:
-        self._dtype, self._transposed = weights[0].dtype, transposed
+    def __init__(self, weights: Weights) -> None:
+        self._dtype = weights[0].dtype
         self._shapes = [weight.shape for weight in weights]
         # Weak references: weights gathered from several ranks must be freed before the backward
         # pass.
@@ -210,8 +111,7 @@ class WeightGradients:
         gradient was consumed by an optimizer. Nothing may read the weights after this."""
 
         def matmul(dtype: torch.dtype) -> Tensor:
-            a, b = (x.T, grad) if self._transposed else (grad.T, x)
-            return matmul_to_dtype(a, b, dtype)
+            return matmul_to_dtype(grad.T, x, dtype)
 
         return self.computed(matmul, x.dtype, needed)
 
@@ -236,11 +136,9 @@ class WeightGradients:
         return tuple(part.view(shape) for part, shape in zip(rows, self._shapes, strict=True))
 
 
-def linear_concat(x: Tensor, narrow: Weights, bias: Tensor | None = None) -> Tensor:
-    """Return x times each weight transposed, side by side, plus the bias."""
+def linear_concat(x: Tensor, narrow: Weights) -> Tensor:
+    """Return x times each weight transposed, side by side."""
     if len(narrow) == 1:
-        if bias is not None:
-            return torch.addmm(bias, x, narrow[0].T)
         return matmul_to_dtype(x, narrow[0].T, x.dtype)
     out = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in narrow))
     start = 0
@@ -248,7 +146,7 @@ def linear_concat(x: Tensor, narrow: Weights, bias: Tensor | None = None) -> Ten
         end = start + weight.shape[0]
         matmul_into(out[:, start:end], x, weight.T)
         start = end
-    return out if bias is None else out.add_(bias)
+    return out
 
 
 def linear_grad_input(grad: Tensor, narrow: Weights) -> Tensor:

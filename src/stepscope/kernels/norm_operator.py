@@ -189,7 +189,7 @@ def _backward(
     if _kernels_take(saved, first, weight, None) and len(others) < MAX_READERS:
         from stepscope.kernels.triton import norm as triton_norm
 
-        of_sum, of_branch, *_ = triton_norm.backward(
+        of_sum, of_branch, _ = triton_norm.backward(
             first, stream, saved, weight, inverse, saved.dtype, branch_dtype,
             mean=mean if centered else None, bias=biased, offset=offset, learned=learned,
             summed=summed, others=others, out=sums.view(-1),

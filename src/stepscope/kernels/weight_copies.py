@@ -4,7 +4,7 @@ Under autocast every matmul casts its weight at every step: 6 bytes of traffic p
 the cast is cached, and repeated only if the weight has changed. An optimizer that writes the copy
 together with the weight (`FusedAdamW`) makes even that unnecessary; for copies in FP8 it writes the
 largest magnitudes, from which the scale follows. Weights of matmuls that read the same input are
-concatenated along their rows, so that one matmul serves them all. Their biases are cached likewise.
+concatenated along their rows, so that one matmul serves them all.
 
 A change is detected by a tensor's version counter or its memory address. A write through `.data`
 changes neither, nor does the replay of a captured optimizer that writes no copy. After such a
@@ -49,7 +49,7 @@ class Fp8Choice(Protocol):
     def linear(self) -> Callable[..., Tensor | None]: ...
 
     @property
-    def mlp(self) -> Callable[..., Tensor | None]: ...
+    def feed_forward(self) -> Callable[..., Tensor | None]: ...
 
     def left(self, weight: Tensor, reason: str) -> None: ...
 
@@ -144,13 +144,6 @@ class WeightCopies:
         if group is not None and group.concatenated is narrow:
             return group.padded
         return narrow if narrow.shape[0] == matmul_columns(narrow.shape[0]) else None
-
-    def narrow_bias(self, biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-        """Return the biases of such weights side by side in that dtype; None if there are none."""
-        if not biases:
-            return None
-        narrow = self.narrow(tuple(biases), dtype)
-        return narrow[0] if len(narrow) == 1 else torch.cat(narrow)
 
     def quantized(
         self, weights: Weights, recipe: Recipe, transposed: bool = False, *, cached: bool = True

@@ -63,6 +63,7 @@ _OWN: dict[str, tuple[Class, Role]] = {
     "activation_forward_kernel": ("elementwise", ""),
     "activation_backward_kernel": ("elementwise", ""),
     # Names in earlier records.
+    "gather_heads_kernel": ("elementwise", ""),
     "rms_norm_forward_kernel": ("reduction", ""),
     "rms_norm_backward_kernel": ("reduction", ""),
     "rms_norm_weight_kernel": ("reduction", ""),
@@ -71,7 +72,6 @@ _OWN: dict[str, tuple[Class, Role]] = {
     "swiglu_backward_kernel": ("elementwise", ""),
     "rotary_turn_kernel": ("elementwise", ""),
     "rotary_gather_kernel": ("elementwise", ""),
-    "gather_heads_kernel": ("elementwise", ""),
     "cross_entropy_rows_kernel": ("softmax", ""),
     "cross_entropy_short_rows_kernel": ("softmax", ""),
     "cross_entropy_count_kernel": ("reduction", ""),

@@ -24,7 +24,6 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stepscope.attention.packed import empty_like_packed
 from stepscope.attention.tiles import IN_PLANES, Pass, Tile, columns, tiles
 from stepscope.attention.triton.backward import key_value_kernel, query_kernel
 from stepscope.attention.triton.forward import forward_kernel
@@ -116,8 +115,6 @@ class Problem(NamedTuple):
     """q, k, v; for the backward pass also the gradient, the output and its log-sum-exp."""
     rules: tuple[object, ...] = ()
     """`Given` of each tensor of the rules or None, and their numbers; empty without rules."""
-    packed: bool = False
-    """The gradients of q, k and v are views of one tensor."""
 
     @classmethod
     def of(
@@ -127,7 +124,6 @@ class Problem(NamedTuple):
         causal: bool,
         shift: int,
         rules: Rules = _NO_RULES,
-        packed: bool = False,
     ) -> Problem:
         """Create the key; `read` are the tensors that are read by tiles, or their planes."""
         q = tensors[0]
@@ -149,7 +145,6 @@ class Problem(NamedTuple):
             ()
             if rules is _NO_RULES
             else (*[None if x is None else Given.of(x) for x in rules[:-2]], *rules.numbers),
-            packed,
         )
 
     @property
@@ -269,17 +264,14 @@ def backward(
     causal: bool,
     shift: int,
     rules: Rules = _NO_RULES,
-    packed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, and delta, rowsum(dO∘O). The rows of `out` and all of
-    `lse` must be contiguous. With `packed`, the gradients of views of one projection are such views
-    too."""
-    in_one = empty_like_packed(q, k, v) if packed else None
-    dq, dk, dv = in_one or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    `lse` must be contiguous."""
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(lse)
     read = readable(q, k, v, grad)
-    problem = Problem.of((q, k, v, grad, out, lse), read, causal, shift, rules, in_one is not None)
+    problem = Problem.of((q, k, v, grad, out, lse), read, causal, shift, rules)
     launches = _launches(problem)
     delta = torch.empty_like(lse)
     # Only the float32 kernels use these two.

@@ -1,4 +1,4 @@
-"""MLP of a Transformer block with FP8 GEMMs: the FP8 form of `kernels.feed_forward`.
+"""SwiGLU feed-forward with FP8 GEMMs: the FP8 form of `kernels.feed_forward`.
 
 The kernels that compute the activation and its gradient also compute the largest magnitudes of
 their outputs, so the casts of these need no pass of their own. Gates stay in the matmul dtype: the
@@ -10,12 +10,12 @@ forward pass; `inputs` saves no gates either, and recomputes the first matmul.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stepscope.kernels.activation import activated, gate_and_up, write_gradients
+from stepscope.kernels.activation import SILU, activated, write_gradients
 from stepscope.kernels.activation_policy import ALL, INPUTS
 from stepscope.kernels.fp8.casts import Operand, Quantized, quantize, scaled_mm
 from stepscope.kernels.fp8.linear import quantized_gradient, weight_gradients
@@ -28,41 +28,27 @@ from stepscope.kernels.fp8.saved import (
     weight_of_backward,
     weight_to_save,
 )
-from stepscope.kernels.matmul import WeightGradients, bias_gradients, concatenated, saved_biases
+from stepscope.kernels.matmul import WeightGradients
 from stepscope.kernels.norm import Normed
-from stepscope.kernels.tensor_facts import note_bias, noted_amax, take_sums
+from stepscope.kernels.tensor_facts import noted_amax
 from stepscope.kernels.weight_copies import Weights
 from stepscope.torch_tools.derivatives import differentiable_once
 
 
-class Settings(NamedTuple):
-    """Settings of an MLP in FP8."""
-
-    activation: str
-    policy: str
-    first: Layer
-    second: Layer
-    biases: int
-    """Biases of the first layer."""
-    gated: bool
-
-
-def fp8_mlp(
+def fp8_feed_forward(
     x: Tensor,  # (..., d)
     normed: Normed | None,
     operands: tuple[Quantized, Quantized],  # weights of both layers
-    settings: Settings,
-    first: Weights,
+    layers: tuple[Layer, Layer],
+    policy: str,
+    first: Weights,  # gate and up
     second: Tensor,
-    biases: Sequence[Tensor],
-    out_bias: Tensor | None,
 ) -> Tensor:  # (..., out)
-    """Return second(activation(first x)), or the gated form, with weights that are cast already."""
-    outer = () if out_bias is None else (out_bias,)
+    """Return second(silu(gate x) · up x), with weights that are cast already."""
     out: Tensor = _Fp8FeedForward.apply(  # type: ignore[no-untyped-call]
-        x, normed, operands, settings, *first, second, *biases, *outer
+        x, normed, operands, layers, policy, *first, second
     )
-    return note_bias(out, outer)
+    return out
 
 
 class _Fp8FeedForward(torch.autograd.Function):
@@ -72,24 +58,19 @@ class _Fp8FeedForward(torch.autograd.Function):
         x: Tensor,
         normed: Normed | None,
         operands: tuple[Quantized, Quantized],
-        settings: Settings,
-        *learned: Tensor,
+        layers: tuple[Layer, Layer],
+        policy: str,
+        *weights: Tensor,
     ) -> Tensor:
-        first, second = settings.first, settings.second
-        recipe, end = first.recipe, first.weights + 1
-        weights, last = learned[: end - 1], learned[end - 1]
-        biases, outer = learned[end : end + settings.biases], learned[end + settings.biases :]
-        needed = ctx.needs_input_grad[4:]
-        recomputes = settings.policy == INPUTS
-        source = LayerInput(x, normed, first, learns=any(needed[: end - 1]), recomputes=recomputes)
-        read = operands[0].operand(rows=not first.transposed)
-        bias = concatenated(biases, x.dtype)
+        first, second = layers
+        recipe, recomputes = first.recipe, policy == INPUTS
+        needed = ctx.needs_input_grad[5:]
+        source = LayerInput(x, normed, first, learns=any(needed[:2]), recomputes=recomputes)
+        read = operands[0].operand(rows=True)
         fast = recipe.fast(forward=True)
-        gates = scaled_mm(source.rows, read, x.dtype, fast, bias)
-        hidden = activated(
-            *gate_and_up(gates, settings.gated), settings.activation, amax=recipe.one_scale
-        )
-        ctx.hidden = _Hidden(second, learns=needed[end - 1], saved=settings.policy == ALL)
+        gates = scaled_mm(source.rows, read, x.dtype, fast)
+        hidden = activated(*gates.chunk(2, dim=1), SILU, amax=recipe.one_scale)
+        ctx.hidden = _Hidden(second, learns=needed[2], saved=policy == ALL)
         of_hidden = quantize(
             hidden,
             E4M3,
@@ -98,14 +79,8 @@ class _Fp8FeedForward(torch.autograd.Function):
             partial=noted_amax(hidden),
             history=None if second.histories is None else second.histories.x,
         )
-        out = scaled_mm(
-            of_hidden.operand(rows=True),
-            operands[1].operand(rows=not second.transposed),
-            x.dtype,
-            fast,
-            concatenated(outer, x.dtype),
-        )
-        ctx.source, ctx.bias = source.saved, bias if recomputes else None
+        out = scaled_mm(of_hidden.operand(rows=True), operands[1].operand(rows=True), x.dtype, fast)
+        ctx.source = source.saved
         save(
             ctx,
             weight_to_save(operands[0], first),
@@ -114,35 +89,30 @@ class _Fp8FeedForward(torch.autograd.Function):
             read if recomputes else (gates,),
             ctx.hidden.tensors(hidden, of_hidden),
         )
-        ctx.first = WeightGradients(weights, first.transposed)
-        ctx.second = WeightGradients((last,), second.transposed)
-        ctx.biases, ctx.outer = saved_biases(biases), saved_biases(outer)
-        ctx.settings, ctx.dtype = settings, x.dtype
+        ctx.first, ctx.second = WeightGradients(weights[:2]), WeightGradients(weights[2:])
+        ctx.layers, ctx.recomputes, ctx.dtype = layers, recomputes, x.dtype
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     @differentiable_once("the FP8 feed-forward", "a layer in bf16")
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        settings: Settings = ctx.settings
-        first, second = settings.first, settings.second
-        recipe, end = first.recipe, first.weights + 1
+        first, second = ctx.layers
+        recipe = first.recipe
         fast = recipe.fast(forward=False)
         of_first, of_second, source, kept, saved_hidden = restored(ctx)
-        needed = ctx.needs_input_grad[4:]
-        learns = any(needed[: end - 1])
-        of_biases, of_outer = needed[end : end + settings.biases], needed[end + settings.biases :]
+        needed = ctx.needs_input_grad[5:]
+        learns = any(needed[:2])
         flat = grad.reshape(-1, grad.shape[-1])
-        of_grad = quantized_gradient(flat, second, True, needed[end - 1], noted_amax(grad))
+        of_grad = quantized_gradient(flat, second, True, needed[2], noted_amax(grad))
         grad_hidden = scaled_mm(
             of_grad.operand(rows=True), weight_of_backward(of_second, second), ctx.dtype, fast
         )
         columns = None
-        if settings.policy == INPUTS:
+        if ctx.recomputes:
             in_fp8 = learns and recipe.weight_gradient == FP8
             again = ctx.source.cast(source, rows=True, columns=in_fp8)
             read = (kept[0], kept[1])
-            fast_again = recipe.fast(forward=True)
-            gates = scaled_mm(again.operand(rows=True), read, ctx.dtype, fast_again, ctx.bias)
+            gates = scaled_mm(again.operand(rows=True), read, ctx.dtype, recipe.fast(forward=True))
             # Recomputed gates are used only here, so their gradient overwrites them.
             grad_gates, columns = gates, again.columns
             del again
@@ -150,25 +120,18 @@ class _Fp8FeedForward(torch.autograd.Function):
             gates = kept[0]
             grad_gates = torch.empty_like(gates)
         hidden = torch.empty_like(grad_hidden) if ctx.hidden.is_recomputed else None
-        # The kernel sums the gradient of a single bias.
-        summed = bias = None
-        if not settings.gated and any(of_biases):
-            bias = ctx.biases[0].parameter()
-            summed = ctx.biases[0].empty(grad.device)
-        largest, summed = write_gradients(
+        largest = write_gradients(
             grad_hidden,
-            *gate_and_up(gates, settings.gated),
-            *gate_and_up(grad_gates, settings.gated),
-            settings.activation,
+            *gates.chunk(2, dim=1),
+            *grad_gates.chunk(2, dim=1),
+            SILU,
             hidden,
-            summed,
             amax=recipe.one_scale,
-            bias=bias,
         )
         # Temporaries of this size are freed before the next ones are created.
         del grad_hidden, gates
         second_grads: tuple[Tensor | None, ...] = (None,)
-        if needed[end - 1]:
+        if needed[2]:
             read_by_second = ctx.hidden.restore(hidden, saved_hidden)
             del hidden
             second_grads = weight_gradients(
@@ -176,11 +139,6 @@ class _Fp8FeedForward(torch.autograd.Function):
             )
             del read_by_second
         del of_grad
-        outer_grads = bias_gradients(flat, ctx.outer, of_outer, take_sums(grad))
-        if summed is not None:
-            bias_grads: tuple[Tensor | None, ...] = (summed,)
-        else:
-            bias_grads = bias_gradients(grad_gates, ctx.biases, of_biases)
         of_gates = quantized_gradient(grad_gates, first, ctx.needs_input_grad[0], learns, largest)
         grad_of_bf16 = grad_gates if recipe.weight_gradient == BF16 else None
         del grad_gates
@@ -191,13 +149,11 @@ class _Fp8FeedForward(torch.autograd.Function):
             )
             grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[-1])
             of_gates = of_gates._replace(rows=None)
-        first_grads: tuple[Tensor | None, ...] = (None,) * first.weights
+        first_grads: tuple[Tensor | None, ...] = (None, None)
         if learns:
             x = columns or ctx.source.of_weight_gradient(source)
             first_grads = weight_gradients(ctx.first, grad_of_bf16, of_gates, x, first, ctx.dtype)
-        return (
-            grad_x, None, None, None, *first_grads, *second_grads, *bias_grads, *outer_grads,
-        )  # fmt: skip
+        return grad_x, None, None, None, None, *first_grads, *second_grads
 
 
 class _Hidden:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from fnmatch import fnmatch
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stepscope.attention.inputs import matmul_dtype
 from stepscope.kernels.fp8 import choice
 from stepscope.kernels.fp8.casts import Histories, Quantized
-from stepscope.kernels.fp8.feed_forward import Settings, fp8_mlp
+from stepscope.kernels.fp8.feed_forward import fp8_feed_forward
 from stepscope.kernels.fp8.linear import apply
 from stepscope.kernels.fp8.recipe import DELAYED, Recipe, recipe_of, shape_refused, unavailable
 from stepscope.kernels.fp8.saved import Layer
@@ -116,68 +116,47 @@ class Fp8Layers:
             return reason
         return choice.not_worth_it(tokens, d_in, d_out, recipe, self._rates)
 
-    def linear(
-        self,
-        x: Tensor | Normed,
-        weights: Weights,
-        copies: WeightCopies,
-        biases: Sequence[Tensor],
-        transposed: bool,
-    ) -> Tensor | None:
+    def linear(self, x: Tensor | Normed, weights: Weights, copies: WeightCopies) -> Tensor | None:
         """Return the output of a fused projection in FP8; None if it stays in the matmul dtype."""
         read = x.value if isinstance(x, Normed) else x
-        if not self._takes(weights, read, transposed):
+        if not self._takes(weights, read):
             return None
-        layer = self._layer(weights, transposed)
-        operands = self._operands(weights, layer, copies)
         normed = x if isinstance(x, Normed) else None
-        return apply(read.to(matmul_dtype(read)), normed, operands, layer, weights, biases)
+        operands = self.operands(weights, copies)
+        return apply(read.to(matmul_dtype(read)), normed, operands, self._layer(weights), weights)
 
-    def mlp(
+    def feed_forward(
         self,
         x: Tensor | Normed,
         first: Weights,
         second: Tensor,
         copies: WeightCopies,
-        activation: str,
-        biases: Sequence[Tensor],
-        out_bias: Tensor | None,
-        transposed: bool,
         policy: str,
-        gated: bool,
     ) -> Tensor | None:
-        """Return the output of an MLP in FP8; None if it stays in the matmul dtype. Both of its
-        layers do, or neither."""
+        """Return the output of a SwiGLU feed-forward in FP8; None if it stays in the matmul dtype.
+        Both of its layers do, or neither."""
         read = x.value if isinstance(x, Normed) else x
-        recipe = self._recipe_of(first)[0]
         layers = (first, (second,))
-        both = [self._takes(weights, read, transposed) for weights in layers]
-        if not all(both) or recipe != self._recipe_of((second,))[0]:
+        both = [self._takes(weights, read) for weights in layers]
+        if not all(both) or self.recipe_of(first) != self.recipe_of((second,)):
             for weights, takes in zip(layers, both, strict=True):
                 if takes:
                     self._decide(weights, "the other layer of its MLP has another dtype or recipe")
             return None
-        settings = Settings(
-            activation,
-            policy,
-            self._layer(first, transposed),
-            self._layer((second,), transposed),
-            len(biases),
-            gated,
-        )
-        operands = (
-            self._operands(first, settings.first, copies),
-            self._operands((second,), settings.second, copies),
-        )
+        operands = self.operands(first, copies), self.operands((second,), copies)
+        settings = self._layer(first), self._layer((second,))
         normed = x if isinstance(x, Normed) else None
         read = read.to(matmul_dtype(read))
-        return fp8_mlp(read, normed, operands, settings, first, second, biases, out_bias)
+        return fp8_feed_forward(read, normed, operands, settings, policy, first, second)
 
     def operands(
         self, weights: Weights, copies: WeightCopies, transposed: bool = False
     ) -> Quantized:
         """Return all these weights as operands of FP8 GEMMs."""
-        return self._operands(weights, self._layer(weights, transposed), copies)
+        # A weight that a wrapper gathers from several ranks has no name here: it changes without a
+        # change of its version.
+        named = all(weight in self._names for weight in weights)
+        return copies.quantized(weights, self.recipe_of(weights), transposed, cached=named)
 
     def recipe_of(self, weights: Weights) -> Recipe:
         """Return the recipe of the layer that reads these weights side by side."""
@@ -189,15 +168,9 @@ class Fp8Layers:
         self._decide(weights, reason)
         return reason
 
-    def _operands(self, weights: Weights, layer: Layer, copies: WeightCopies) -> Quantized:
-        # A weight that a wrapper gathers from several ranks has no name here: it changes without a
-        # change of its version.
-        named = all(weight in self._names for weight in weights)
-        return copies.quantized(weights, layer.recipe, layer.transposed, cached=named)
-
-    def _takes(self, weights: Weights, x: Tensor, transposed: bool) -> bool:
+    def _takes(self, weights: Weights, x: Tensor) -> bool:
         tokens = x.numel() // max(1, x.shape[-1])
-        reason = self.refused(weights, tokens, transposed)
+        reason = self.refused(weights, tokens)
         dtype = matmul_dtype(x)
         if reason is None and dtype not in _DTYPES:
             reason = f"its matmuls run in {str(dtype).removeprefix('torch.')}, without autocast"
@@ -216,14 +189,14 @@ class Fp8Layers:
                 return self._overrides[weight], True
         return self.recipe, False
 
-    def _layer(self, weights: Weights, transposed: bool) -> Layer:
+    def _layer(self, weights: Weights) -> Layer:
         recipe = self._recipe_of(weights)[0]
         histories = None
         if recipe.scaling == DELAYED:
             if weights[0] not in self._histories:
                 self._histories[weights[0]] = Histories.of(recipe, weights[0].device)
             histories = self._histories[weights[0]]
-        return Layer(recipe, histories, transposed, len(weights))
+        return Layer(recipe, histories)
 
 
 def _created(recipe: Recipe, always: bool, rates: choice.Rates) -> Fp8Layers:

@@ -8,7 +8,6 @@ the backward pass reads what the forward pass did.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,9 +33,9 @@ from stepscope.kernels.fp8.saved import (
     weight_of_backward,
     weight_to_save,
 )
-from stepscope.kernels.matmul import WeightGradients, bias_gradients, concatenated, saved_biases
+from stepscope.kernels.matmul import WeightGradients
 from stepscope.kernels.norm import Normed
-from stepscope.kernels.tensor_facts import note_bias, note_scaled, noted_amax, take_sums
+from stepscope.kernels.tensor_facts import note_scaled, noted_amax
 from stepscope.kernels.weight_copies import WeightCopies, Weights
 from stepscope.torch_tools.derivatives import differentiable_once, transforms_active
 
@@ -76,9 +75,7 @@ def fp8_linear(
             operands = quantize_weights((weight.detach(),), recipe)
     else:
         operands = copies.quantized((weight,), recipe)
-    layer = Layer(recipe, None, False, 1)
-    biases = () if bias is None else (bias,)
-    return apply(x.to(dtype), None, operands, layer, (weight,), biases)
+    return apply(x.to(dtype), None, operands, Layer(recipe), (weight,), bias)
 
 
 def apply(
@@ -87,15 +84,13 @@ def apply(
     operands: Quantized,
     layer: Layer,
     weights: Weights,
-    biases: Sequence[Tensor],
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return the output of a layer whose weights are cast already."""
     out: Tensor = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
-        x, normed, operands, layer, *weights, *biases
+        x, normed, operands, layer, bias, *weights
     )
-    if layer.recipe.scaling == TENSORWISE:
-        note_scaled(out)
-    return note_bias(out, biases)
+    return note_scaled(out) if layer.recipe.scaling == TENSORWISE else out
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -106,23 +101,22 @@ class _Fp8Linear(torch.autograd.Function):
         normed: Normed | None,
         operands: Quantized,
         layer: Layer,
-        *learned: Tensor,
+        bias: Tensor | None,
+        *weights: Tensor,
     ) -> Tensor:
-        weights, biases = learned[: layer.weights], learned[layer.weights :]
-        learns = any(ctx.needs_input_grad[4 : 4 + layer.weights])
-        source = LayerInput(x, normed, layer, learns=learns)
+        source = LayerInput(x, normed, layer, learns=any(ctx.needs_input_grad[5:]))
         out = scaled_mm(
             source.rows,
-            operands.operand(rows=not layer.transposed),
+            operands.operand(rows=True),
             x.dtype,
             layer.recipe.fast(forward=True),
-            concatenated(biases, x.dtype),
+            None if bias is None else bias.to(x.dtype),
         )
         ctx.source = source.saved
         save(ctx, weight_to_save(operands, layer), source.tensors)
-        ctx.learned = WeightGradients(weights, layer.transposed)
-        ctx.biases = saved_biases(biases)
+        ctx.learned = WeightGradients(weights)
         ctx.layer, ctx.dtype = layer, x.dtype
+        ctx.of_bias = None if bias is None else bias.dtype
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
@@ -130,25 +124,25 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         layer: Layer = ctx.layer
         weight, saved = restored(ctx)
-        end = 4 + layer.weights
-        needed, of_biases = ctx.needs_input_grad[4:end], ctx.needs_input_grad[end:]
+        needed = ctx.needs_input_grad[5:]
         flat = grad.reshape(-1, grad.shape[-1])
         of_grad = quantized_gradient(
             flat, layer, ctx.needs_input_grad[0], any(needed), noted_amax(grad)
         )
-        grad_x = None
+        grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             fast = layer.recipe.fast(forward=False)
             grad_x = scaled_mm(
                 of_grad.operand(rows=True), weight_of_backward(weight, layer), ctx.dtype, fast
             )
             grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[-1])
-        bias_grads = bias_gradients(flat, ctx.biases, of_biases, take_sums(grad))
-        weight_grads: tuple[Tensor | None, ...] = (None,) * layer.weights
+        if ctx.needs_input_grad[4]:
+            grad_bias = flat.sum(0, dtype=torch.float32).to(ctx.of_bias)
+        weight_grads: tuple[Tensor | None, ...] = (None,) * len(needed)
         if any(needed):
             x = ctx.source.of_weight_gradient(saved)
             weight_grads = weight_gradients(ctx.learned, flat, of_grad, x, layer, ctx.dtype)
-        return grad_x, None, None, None, *weight_grads, *bias_grads
+        return grad_x, None, None, None, grad_bias, *weight_grads
 
 
 def quantized_gradient(
@@ -182,8 +176,5 @@ def weight_gradients(
     if isinstance(x, Tensor):
         assert grad is not None
         return learned.gradients(grad, x, (True,))
-    a, b = of_grad.operand(rows=False), x
-    if layer.transposed:
-        a, b = b, a
-    fast = layer.recipe.fast(forward=False)
-    return learned.computed(lambda out: scaled_mm(a, b, out, fast), dtype, (True,))
+    a, fast = of_grad.operand(rows=False), layer.recipe.fast(forward=False)
+    return learned.computed(lambda out: scaled_mm(a, x, out, fast), dtype, (True,))

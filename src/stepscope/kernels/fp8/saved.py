@@ -26,10 +26,7 @@ class Layer(NamedTuple):
     """Settings of one FP8 layer."""
 
     recipe: Recipe
-    histories: Histories | None
-    transposed: bool
-    """The weight is stored as (d, rows)."""
-    weights: int
+    histories: Histories | None = None
 
 
 def transposed(operand: Operand) -> Operand:
@@ -46,7 +43,7 @@ def transposed(operand: Operand) -> Operand:
 def weight_to_save(weight: Quantized, layer: Layer) -> Operand:
     """Return what the gradient of the input needs of the weights: with one scale, the operand of
     the forward pass."""
-    return weight.operand(rows=layer.recipe.one_scale != layer.transposed)
+    return weight.operand(rows=layer.recipe.one_scale)
 
 
 def weight_of_backward(saved: Sequence[Tensor], layer: Layer) -> Operand:

@@ -8,8 +8,6 @@ compiler's sigmoid exceeds that of the reference.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +18,6 @@ from stepscope.kernels.tensor_facts import note_amax
 from stepscope.kernels.triton import launches
 from stepscope.kernels.triton.magnitude import stored_magnitude
 from stepscope.kernels.triton.norm import add_up
-from stepscope.torch_tools.side_stream import compute_gradients
 from stepscope.torch_tools.triton_available import on_its_device
 
 
@@ -249,12 +246,11 @@ def backward(
     recomputed: Tensor | None = None,
     grad_bias: Tensor | None = None,
     amax: bool = False,
-    bias: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Tensor | None:
     """Write the gradients into tensors with the strides of gate and up, possibly these tensors
     themselves; the output of the forward pass into `recomputed` and the sum of the gate's gradient
     over the rows into `grad_bias`, unless they are None. Return the largest magnitudes of parts of
-    the gradients, if `amax`, and the sum, which is the gradient of the parameter `bias`."""
+    the gradients, if `amax`."""
     rows, width = gate.shape
     summed = grad_bias is not None
     launch = launches.activation_summed()
@@ -293,6 +289,5 @@ def backward(
         maxnreg=launch.registers if summed else None,
     )
     if partial is not None and grad_bias is not None:
-        work = functools.partial(add_up, partial, grad_bias)
-        (grad_bias,) = compute_gradients((bias,), work, partial, (grad_bias,))
-    return largest, grad_bias
+        add_up(partial, grad_bias)
+    return largest

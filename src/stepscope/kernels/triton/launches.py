@@ -33,8 +33,6 @@ class Rows(NamedTuple):
     """Columns of a program."""
     stages: int = 1
     """Iterations whose loads are in flight."""
-    at_once: int = 1
-    """Rows of an iteration."""
 
     @property
     def registers(self) -> int:
@@ -98,10 +96,6 @@ def activation(width: int) -> Block:
 
 def activation_summed() -> Rows:
     return Rows(4, 8, 1024)
-
-
-def gather_heads(width: int) -> Rows:
-    return Rows(4, 5, min(1024, _power_of_2(width)), at_once=4)
 
 
 def fp8_amax(by_row: bool) -> Tile:

@@ -238,6 +238,7 @@ def forward(
     bias: Tensor | None = None,
     centered: bool = False,
     offset: float = 0.0,
+    *,
     amax: bool = False,
 ) -> NormOutputs:
     """Return the sum, its norm and, with `units`, the unit rows of contiguous (..., d) inputs. With
@@ -297,14 +298,13 @@ def backward(
     parameters: Sequence[Tensor | None] = (),
     others: Sequence[Tensor] = (),
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradients of the stream, of the branch (the same tensor if it has the same dtype)
-    and, if `learned`, of the weight, and of the bias if there is one; and if `summed`, the sums of
-    the branch's gradient over all rows. These three are in the dtype of the weight.
+    and side by side, in the dtype of the weight, of the weight and the bias, if `learned`, and the
+    sums of the branch's gradient over all rows, if `summed`: in `out`, if it is given.
     `saved` is the stream, or with `units` the unit rows; with `mean` it is a LayerNorm. With `amax`
     the largest magnitudes of the gradient of the branch are noted on it. `parameters` are those
-    whose gradients the sums are, `others` further gradients of the norm, at most two. The sums
-    are parts of `out`, if it is given."""
+    whose gradients the sums are, `others` further gradients of the norm, at most two."""
     rows, d = inverse.numel(), saved.shape[-1]
     grad_sum = torch.empty_like(saved, dtype=stream_dtype)
     split = branch_dtype != stream_dtype
@@ -349,15 +349,13 @@ def backward(
     )
     note_amax(grad_branch, largest)
     if partial is None:
-        return grad_sum, grad_branch, None, None, None
+        return grad_sum, grad_branch, None
     grads = weight.new_empty(sums * d) if out is None else out
     # No matmul waits for it; on the main stream, concurrent with optimizer updates, it would take
     # ten times as long.
     work = functools.partial(add_up, partial, grads)
-    parts = iter(compute_gradients(parameters, work, partial, torch.split(grads, d)))
-    of_weight = next(parts) if learned else None
-    of_bias = next(parts) if learned and bias else None
-    return grad_sum, grad_branch, of_weight, of_bias, next(parts, None)
+    (grads,) = compute_gradients(parameters, work, partial, (grads,))
+    return grad_sum, grad_branch, grads
 
 
 @on_its_device

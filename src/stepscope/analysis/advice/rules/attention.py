@@ -105,13 +105,6 @@ def _fused_over_naive(facts: Facts) -> float:
     return FUSED_OVER_NAIVE_MATMULS.get(facts.dtype, _FUSED_OVER_NAIVE_ON_CPU)
 
 
-@setting(
-    "attention",
-    "fused",
-    switchable=True,
-    counted=False,
-    without="the script has no attention that could be replaced: no softmax between two matmuls of"
-    " a form that a fused kernel computes",
-)
+@setting("attention", "fused", switchable=True, counted=False)
 def _fuse(program: Program, value: str) -> None:  # noqa: ARG001
     program.fuse_attention()
