@@ -1,19 +1,9 @@
-"""Tensors that autograd saves for backward: hooks on them, as gradient checkpointing and offloading
-set, and outputs that the operation which computed them saves."""
+"""Outputs that the operation which computed them saves for its backward pass."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-
-def saved_tensors_are_hooked() -> bool:
-    """Return whether tensors that are saved now pass through hooks, or this cannot be known."""
-    try:
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    except (AttributeError, TypeError):
-        return True
-    return hooks is not None
 
 
 def is_saved_output(x: Tensor) -> bool:

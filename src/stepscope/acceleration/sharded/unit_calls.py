@@ -33,8 +33,6 @@ from stepscope.acceleration.sharded.deferred import (
 from stepscope.acceleration.sharded.units import policy_of, units_of
 from stepscope.acceleration.torch_internals import is_fake, mode_of
 
-Forward = Callable[..., Any]
-
 
 class NotSingleError(TypeError):
     """A unit is called in a way that no operator can express."""

@@ -15,7 +15,6 @@ from torch.func import functional_call, vmap
 
 from stepscope.acceleration.forward_registry import has_own_forward
 from stepscope.acceleration.fused_attention import FusedAttention
-from stepscope.attention.inputs import autocast_dtype
 
 SETTING = "siblings"
 _PLAIN = (bool, int, float, str, type(None))
@@ -166,7 +165,9 @@ class _Batch:
         if attention is None:
             return None
         training = self.modules[0].training
-        key = (x.shape, x.dtype, autocast_dtype(x), training)
+        kind = x.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = (x.shape, x.dtype, autocast, training)
         if key not in self._traced:
             self._traced[key] = attention.of_function(self._run, [*self._tensors(0), x])
         return self._traced[key]
