@@ -163,7 +163,7 @@ class _Watch(TorchDispatchMode):
     may be in children of their own."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[nn.Module, None] = {}
         self._matmuls = [0]
         """Of the modules that run, from the outermost."""
@@ -173,7 +173,7 @@ class _Watch(TorchDispatchMode):
             of_torch.register_module_forward_pre_hook(lambda *_: self._matmuls.append(0)),
             of_torch.register_module_forward_hook(self._leave, always_call=True),
         ]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -69,7 +69,8 @@ class _FeedForward(torch.autograd.Function):
     ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         gates = linear_concat(flat, first)
-        hidden = activated(*gates.chunk(2, dim=1), SILU)
+        gate, up = gates.chunk(2, dim=1)
+        hidden = activated(gate, up, SILU)
         out = linear_concat(hidden, (last,))
         saved = {ALL: (gates, hidden), INPUTS: ()}.get(policy, (gates,))
         ctx.x = SavedInput(ctx, flat, normed, (*first, last), *saved)
@@ -88,9 +89,8 @@ class _FeedForward(torch.autograd.Function):
         # Recomputed gates are used only here, so their gradient overwrites them.
         grad_gates = torch.empty_like(gates) if saved else gates
         recomputed = hidden if len(saved) < 2 else None
-        write_gradients(
-            grad_hidden, *gates.chunk(2, dim=1), *grad_gates.chunk(2, dim=1), SILU, recomputed
-        )
+        (gate, up), (grad_gate, grad_up) = gates.chunk(2, dim=1), grad_gates.chunk(2, dim=1)
+        write_gradients(grad_hidden, gate, up, grad_gate, grad_up, SILU, recomputed)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = linear_grad_input(grad_gates, tuple(first)).view(*grad.shape[:-1], x.shape[-1])

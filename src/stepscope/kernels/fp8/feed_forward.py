@@ -69,7 +69,8 @@ class _Fp8FeedForward(torch.autograd.Function):
         read = operands[0].operand(rows=True)
         fast = recipe.fast(forward=True)
         gates = scaled_mm(source.rows, read, x.dtype, fast)
-        hidden = activated(*gates.chunk(2, dim=1), SILU, amax=recipe.one_scale)
+        gate, up = gates.chunk(2, dim=1)
+        hidden = activated(gate, up, SILU, amax=recipe.one_scale)
         ctx.hidden = _Hidden(second, learns=needed[2], saved=policy == ALL)
         of_hidden = quantize(
             hidden,
@@ -120,16 +121,12 @@ class _Fp8FeedForward(torch.autograd.Function):
             gates = kept[0]
             grad_gates = torch.empty_like(gates)
         hidden = torch.empty_like(grad_hidden) if ctx.hidden.is_recomputed else None
+        (gate, up), (grad_gate, grad_up) = gates.chunk(2, dim=1), grad_gates.chunk(2, dim=1)
         largest = write_gradients(
-            grad_hidden,
-            *gates.chunk(2, dim=1),
-            *grad_gates.chunk(2, dim=1),
-            SILU,
-            hidden,
-            amax=recipe.one_scale,
+            grad_hidden, gate, up, grad_gate, grad_up, SILU, hidden, amax=recipe.one_scale
         )
         # Temporaries of this size are freed before the next ones are created.
-        del grad_hidden, gates
+        del grad_hidden, gates, gate, up, grad_gate, grad_up
         second_grads: tuple[Tensor | None, ...] = (None,)
         if needed[2]:
             read_by_second = ctx.hidden.restore(hidden, saved_hidden)
