@@ -183,12 +183,17 @@ class Block(nn.Module):
         super().__init__()
         self.kind = kind
         self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.weights, self.sum, self.out = Weights(), Sum(), nn.Linear(WIDTH, WIDTH)
+        self.weights, self.sum, self.both = Weights(), Sum(), WithWeights()
+        self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (one.unflatten(-1, (2, -1)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
-        children = self.kind == "children"
-        out = self.sum(self.weights(q, k), v) if children else causal_buffer(q, k, v)
+        if self.kind == "children":
+            out = self.sum(self.weights(q, k), v)
+        elif self.kind == "returned weights":
+            out, _ = self.both(q, k, v)
+        else:
+            out = causal_buffer(q, k, v)
         return x + self.out(out.transpose(1, 2).flatten(2))
 
 
@@ -200,6 +205,14 @@ class Weights(nn.Module):
 class Sum(nn.Module):
     def forward(self, weights: Tensor, v: Tensor) -> Tensor:
         return weights @ v
+
+
+class WithWeights(nn.Module):
+    """As modules of transformers return them, for no reader."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        weights = torch.softmax((q @ k.mT).masked_fill(EARLIER == 0, -1e9), -1)
+        return weights @ v, weights
 
 
 class Model(nn.Module):
@@ -231,7 +244,7 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kind", ["", "children"])
+@pytest.mark.parametrize("kind", ["", "children", "returned weights"])
 def test_only_modules_with_attention_are_traced(kind: str) -> None:
     torch.manual_seed(0)
     model, x = Model(kind), torch.randn(2, LENGTH, WIDTH)

@@ -1,22 +1,24 @@
 """Fused attention in a model, and nothing else: what a trial times as a change of its own.
 
-The modules whose calls multiply batches of matrices twice, as attention does, are found in one
-call of the model. Each is traced by Dynamo and runs eagerly, with the call of SDPA in place of
-naive attention; the rest of the model runs as it is, with its hooks and checkpointed segments.
+The modules whose calls multiply batches of matrices twice, as attention does, and return no weights
+are found in one call of the model. Each is traced by Dynamo and runs eagerly, with the call of SDPA
+in place of naive attention; the rest of the model runs as it is, with its hooks and checkpointed
+segments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import GraphModule
 from torch.nn.modules import module as of_torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from stepscope.acceleration import torch_internals
 from stepscope.acceleration.forward_registry import Layer, add_layer, own_forward, run_own
@@ -26,7 +28,10 @@ from stepscope.errors import one_line
 
 aten = torch.ops.aten
 _BATCHED = (aten.bmm.default, aten.baddbmm.default)
-_NOT_FOUND = "no module has a softmax between two batched matmuls"
+_PLAIN = (bool, int, float, str, type(None))
+"""Types of attributes for whose values Dynamo traces a module again, such as the number of a layer.
+"""
+_NOT_FOUND = "no module has a softmax between two batched matmuls without returning its output"
 
 
 class FusedAttention:
@@ -54,8 +59,7 @@ class FusedAttention:
         """Let the modules that were found call fused attention from their next call on, but for
         `others`. Call it again after that: those without naive attention run as they are then."""
         for module in self._found.keys() - self._layers.keys() - {*others}:
-            shapes = tuple(parameter.shape for parameter in module.parameters())
-            key = (type(module).forward, own_forward(module), shapes)
+            key = type(module).forward, own_forward(module), _form(module)
             self._layers[module] = self._kinds.setdefault(key, _Kind(self._note)), None
         self.switch(self._is_on)
 
@@ -138,9 +142,10 @@ class _Kind:
 
     def _backend(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self._graphs += 1
+        if (why := torch_internals.why_not_retraced(module)) is not None:
+            self._note(why)
+            return module.forward
         try:
-            if (why := torch_internals.why_not_retraced(module)) is not None:
-                raise ValueError(why)
             # A checkpointed segment counts what is saved within it, but for this.
             with saved_tensors_hooks(lambda x: x, lambda x: x):
                 fakes = torch_internals.fake_inputs(module, inputs)
@@ -158,20 +163,38 @@ class _Kind:
         return traced.forward if applied else module.forward
 
 
+def _form(module: nn.Module) -> str:
+    """Return what modules have in common that share their graphs."""
+    attributes = [
+        (name, sorted((key, x) for key, x in vars(part).items() if isinstance(x, _PLAIN)))
+        for name, part in module.named_modules()
+    ]
+    return repr((attributes, [parameter.shape for parameter in module.parameters()]))
+
+
+class _Call(NamedTuple):
+    """What the call of a module has computed so far."""
+
+    matmuls: list[int]
+    """One number: of batched matmuls that belong to no attention yet."""
+    weights: set[tuple[int, int]]
+    """Elements and columns of the outputs of each softmax."""
+
+
 class _Watch(TorchDispatchMode):
-    """Finds the innermost modules with two batched matmuls in a call: those of scores and values
-    may be in children of their own."""
+    """Finds the innermost modules with two batched matmuls in a call, which may be in children of
+    their own, and without the weights between them in what they return."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[nn.Module, None] = {}
-        self._matmuls = [0]
+        self._calls = [_Call([0], set())]
         """Of the modules that run, from the outermost."""
 
     def __enter__(self) -> _Watch:
         self._hooks = [
-            of_torch.register_module_forward_pre_hook(lambda *_: self._matmuls.append(0)),
-            of_torch.register_module_forward_hook(self._leave, always_call=True),
+            of_torch.register_module_forward_pre_hook(self._begin),
+            of_torch.register_module_forward_hook(self._end, always_call=True),
         ]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -185,12 +208,26 @@ class _Watch(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
-        self._matmuls[-1] += function in _BATCHED
-        return function(*args, **(kwargs or {}))
+        out = function(*args, **(kwargs or {}))
+        self._calls[-1].matmuls[0] += function in _BATCHED
+        if function is aten._softmax.default:
+            self._calls[-1].weights.add((out.numel(), out.shape[-1]))
+        return out
 
-    def _leave(self, module: nn.Module, *_: Any) -> None:
-        matmuls = self._matmuls.pop() if len(self._matmuls) > 1 else 0
-        if matmuls > 1:
+    def _begin(self, *_: Any) -> None:
+        self._calls.append(_Call([0], set()))
+
+    def _end(self, module: nn.Module, _: Any, output: Any) -> None:
+        if len(self._calls) == 1:
+            return
+        call, around = self._calls.pop(), self._calls[-1]
+        returned = {(x.numel(), x.shape[-1]) for x in tree_leaves(output) if _is_matrix(x)}
+        if call.matmuls[0] > 1 and not call.weights & returned:
             self.found[module] = None
         else:
-            self._matmuls[-1] += matmuls
+            around.matmuls[0] += call.matmuls[0]
+            around.weights.update(call.weights)
+
+
+def _is_matrix(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 2
