@@ -130,13 +130,11 @@ class AsyncTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in _VIEWS:
-            # Views do not read. Autograd detaches the gradient that it stores in a parameter.
+        if func is torch.ops.aten.detach.default:
+            # Autograd does so with the gradient that it stores in a parameter: nothing is read.
             source: AsyncTensor = args[0]
-            views = func(source._value, *args[1:], **(kwargs or {}))
-            if isinstance(views, Tensor):
-                return source._view(views)
-            return [source._view(view) for view in views]
+            value = source._value.detach()
+            return AsyncTensor(value, source._stream, source._done, source._joins, source.dtype)
         args, kwargs = tree_map_only(AsyncTensor, AsyncTensor.wait, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -177,12 +175,6 @@ class AsyncTensor(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.wait())
-
-    def _view(self, view: Tensor) -> AsyncTensor:
-        return AsyncTensor(view, self._stream, self._done, self._joins, self.dtype)
-
-
-_VIEWS = (torch.ops.aten.detach.default, torch.ops.aten.split_with_sizes.default)
 
 
 class BackwardOptimizer(Protocol):
