@@ -31,9 +31,8 @@ from stepscope.kernels.triton import launches
 from stepscope.kernels.triton import norm as triton_norm
 from stepscope.kernels.triton import rope as triton_rotary
 from stepscope.kernels.triton import scale as triton_scale
-from stepscope.kernels.triton import stale_casts as triton_stale_casts
 from stepscope.kernels.triton import transpose as triton_transpose
-from stepscope.optim import triton_adamw
+from stepscope.optim import stale_casts, triton_adamw
 
 SHARED_KIB = {"cuda:80": 163, "cuda:86": 99, "cuda:89": 99, "cuda:90": 227, "cuda:100": 227,
               "hip:gfx942": 64}  # fmt: skip
@@ -375,7 +374,7 @@ def variants() -> list[Variant]:
     case(
         ("transpose",), triton_transpose.transpose_bytes_kernel, ["*u8", "*u8", i, i, i], BLOCK=128
     )
-    for kernel in (triton_stale_casts.compare_casts_kernel, triton_stale_casts.recast_kernel):
+    for kernel in (stale_casts.compare_casts_kernel, stale_casts.recast_kernel):
         for amax in (False, True):
             case(
                 (kernel.fn.__name__, amax), kernel, ["*i64", "*i32", "*i32", i],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepscope.kernels.triton.stale_casts import Cast, Table, recast_if_stale
+from stepscope.optim.stale_casts import Cast, Table, recast_if_stale
 from stepscope.optim.triton_adamw import BLOCK
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

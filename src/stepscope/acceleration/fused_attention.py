@@ -24,6 +24,7 @@ from stepscope.acceleration import torch_internals
 from stepscope.acceleration.forward_registry import Layer, add_layer, own_forward, run_own
 from stepscope.acceleration.passes.matching import Applied, Left, Outcome
 from stepscope.acceleration.passes.sdpa import call_sdpa
+from stepscope.acceleration.repeated_parts import retraced
 from stepscope.errors import one_line
 
 aten = torch.ops.aten
@@ -149,7 +150,7 @@ class _Kind:
             # A checkpointed segment counts what is saved within it, but for this.
             with saved_tensors_hooks(lambda x: x, lambda x: x):
                 fakes = torch_internals.fake_inputs(module, inputs)
-                traced = torch_internals.retraced(module, fakes)
+                traced = retraced(module, fakes)
                 outcomes = call_sdpa(traced)
         except torch_internals.RestartAnalysis:
             raise

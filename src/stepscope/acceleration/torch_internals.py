@@ -132,7 +132,7 @@ def _traced(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
 def traced_apart(
     function: Callable[..., Any], inputs: Sequence[Any], rewrite: Callable[[GraphModule], object]
 ) -> GraphModule:
-    """Return the graph of a function of tensors, as `retraced` does, after a pass: for a call with
+    """Return the graph of a function of tensors, as a retrace does, after a pass: for a call with
     these inputs, or such as these."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, list(inputs))

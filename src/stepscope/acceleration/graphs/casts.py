@@ -86,7 +86,7 @@ class _OnDevice:
     """Compares and repeats casts without waiting for the device."""
 
     def __init__(self, casts: Sequence[WrittenCast]) -> None:
-        from stepscope.kernels.triton.stale_casts import Cast, Table
+        from stepscope.optim.stale_casts import Cast, Table
 
         groups: dict[object, list[Cast]] = {}
         for weight, copy, is_amax in casts:
@@ -100,7 +100,7 @@ class _OnDevice:
         self._calls = 0
 
     def __call__(self) -> bool:
-        from stepscope.kernels.triton.stale_casts import recast_if_stale
+        from stepscope.optim.stale_casts import recast_if_stale
 
         self._calls += 1
         recast_if_stale(self._flag, self._tables, self._calls)
