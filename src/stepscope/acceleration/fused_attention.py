@@ -61,7 +61,9 @@ class FusedAttention:
         `others`. Call it again after that: those without naive attention run as they are then."""
         for module in self._found.keys() - self._layers.keys() - {*others}:
             key = type(module).forward, own_forward(module), _form(module)
-            self._layers[module] = self._kinds.setdefault(key, _Kind(self._note)), None
+            if key not in self._kinds:
+                self._kinds[key] = _Kind(self._note)
+            self._layers[module] = self._kinds[key], None
         self.switch(self._is_on)
 
     def switch(self, on: bool) -> None:
@@ -97,9 +99,10 @@ class FusedAttention:
         under `vmap`. None if it has none, or cannot be traced."""
         outcomes: list[Outcome] = []
         try:
-            traced = torch_internals.traced_apart(
-                function, inputs, lambda graph: outcomes.extend(call_sdpa(graph))
-            )
+            with _saved_apart():
+                traced = torch_internals.traced_apart(
+                    function, inputs, lambda graph: outcomes.extend(call_sdpa(graph))
+                )
         except Exception as error:
             # What cannot be traced stays as it is.
             self._left[one_line(error)] = None
@@ -147,8 +150,7 @@ class _Kind:
             self._note(why)
             return module.forward
         try:
-            # A checkpointed segment counts what is saved within it, but for this.
-            with saved_tensors_hooks(lambda x: x, lambda x: x):
+            with _saved_apart():
                 fakes = torch_internals.fake_inputs(module, inputs)
                 traced = retraced(module, fakes)
                 outcomes = call_sdpa(traced)
@@ -162,6 +164,11 @@ class _Kind:
         applied = sum(isinstance(one, Applied) for one in outcomes)
         self._applied += applied
         return traced.forward if applied else module.forward
+
+
+def _saved_apart() -> saved_tensors_hooks:
+    """Keep a trace from a checkpointed segment around it, which counts what is saved within it."""
+    return saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def _form(module: nn.Module) -> str:

@@ -30,6 +30,7 @@ from stepscope.acceleration.passes.naive_attention import (
     Call,
     naive_attention,
 )
+from stepscope.torch_tools.capturing import is_capturing
 from stepscope.torch_tools.derivatives import transforms_active
 
 NAME = "sdpa"
@@ -116,8 +117,9 @@ class Sdpa(nn.Module):
         rows, columns = mask.shape[-2:]
         if rows != columns or rows < 2 or mask.numel() != rows * columns or mask.requires_grad:
             return False
-        if self._inspected >= _MAX_INSPECTED and self._all_causal:
-            return True
+        enough = self._inspected >= _MAX_INSPECTED and self._all_causal
+        if enough or is_capturing():
+            return self._all_causal and self._inspected > 0
         self._inspected += 1
         lower = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
         mask = mask.reshape(rows, columns)
