@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from stepscope.kernels.norm_operator import most_readers
 from stepscope.kernels.triton import activation as triton_activation
 from stepscope.kernels.triton import cross_entropy as triton_cross_entropy
 from stepscope.kernels.triton import embedding as triton_embedding
@@ -196,7 +197,8 @@ def variants() -> list[Variant]:
             (False, True, 2560),
             *(((True, False, 2560), (True, True, 2560), (False, False, 2560)) if layer else ()),
         ):
-            rows = launches.norm_backward(d)
+            readers = most_readers(d)
+            rows = launches.norm_backward(d, readers)
             case(
                 (
                     "norm backward",
@@ -212,7 +214,7 @@ def variants() -> list[Variant]:
                 LEARNED=learned,
                 SUMMED=summed,
                 AMAX=True,
-                READERS=3,
+                READERS=readers,
                 BLOCK_D=rows.block,
                 STAGES=rows.stages,
                 warps=rows.warps,

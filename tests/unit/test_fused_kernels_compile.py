@@ -16,8 +16,11 @@ import pytest
 from command_line import python
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "screen_kernels.py"
-SCALAR = "fp8 delayed scale"
-"""Reads the few values of a history, not aligned."""
+SCALAR = {
+    "fp8 delayed scale",
+    *(f"{kernel}_kernel {amax}" for kernel in ("compare_casts", "recast") for amax in (False, True)),
+}
+"""These read the few values of a history, samples, or any rows, not aligned."""
 SPILLS_OF_TRITON_3_6 = {
     f"norm backward {kind} True False 8192" for kind in ("rms", "units", "layer")
 }
@@ -27,7 +30,7 @@ SPILLS_OF_TRITON_3_6 = {
 @pytest.mark.skipif(platform.system() != "Linux", reason="Triton is available on Linux only")
 @pytest.mark.parametrize(
     ("words", "variants"),
-    [(("--one-variant",), 23), pytest.param((), 70, marks=pytest.mark.thorough)],
+    [(("--one-variant",), 25), pytest.param((), 74, marks=pytest.mark.thorough)],
     ids=["one of each", "all"],
 )
 def test_every_kernel_compiles_with_wide_loads_and_without_spills(
@@ -43,4 +46,4 @@ def test_every_kernel_compiles_with_wide_loads_and_without_spills(
     spilling = {name for *_, name in (line for line in lines if int(line[2]))}
     known = SPILLS_OF_TRITON_3_6 if version("triton").startswith("3.6.") else set()
     assert spilling == known & {line[-1] for line in lines}
-    assert {line[-1] for line in lines if not int(line[4])} == {SCALAR}
+    assert {line[-1] for line in lines if not int(line[4])} <= SCALAR

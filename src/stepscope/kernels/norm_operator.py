@@ -17,8 +17,11 @@ from stepscope.kernels.launch import kernels_take
 from stepscope.kernels.norm import MAX_COLUMNS
 from stepscope.torch_tools.derivatives import differentiable_once
 
-MAX_READERS = 3
-"""Gradients of the norm that its kernel adds."""
+
+def most_readers(columns: int) -> int:
+    """Return how many gradients of the norm its kernel adds: of wide rows more than one need more
+    registers than there are."""
+    return 3 if columns <= 4096 else 1
 
 
 class Settings(NamedTuple):
@@ -186,7 +189,7 @@ def _backward(
     saved = saved.contiguous()
     stream = None if of_stream is None else of_stream.contiguous()
     sums = weight.new_empty(_count(biased, learned, summed), saved.shape[-1])
-    if _kernels_take(saved, first, weight, None) and len(others) < MAX_READERS:
+    if _kernels_take(saved, first, weight, None) and len(others) < most_readers(saved.shape[-1]):
         from stepscope.kernels.triton import norm as triton_norm
 
         of_sum, of_branch, _ = triton_norm.backward(

@@ -40,7 +40,7 @@ from stepscope.acceleration.passes.matching import (
 from stepscope.acceleration.torch_internals import fake_mode, forget_name
 from stepscope.kernels.fp8.traced import traced_linear
 from stepscope.kernels.norm import MAX_COLUMNS
-from stepscope.kernels.norm_operator import MAX_READERS, Settings, norm_operator
+from stepscope.kernels.norm_operator import Settings, most_readers, norm_operator
 
 aten = torch.ops.aten
 NAME = "norm"
@@ -315,7 +315,8 @@ def _replace(
     reads += [(one, user) for one in casts for user in one.users]
     # A region returns the norm to others once.
     together = all(blocks.get(user) == here for _, user in reads)
-    readers = max(1, min(len(reads), MAX_READERS)) if together else 1
+    most = most_readers(value_of(root).shape[-1])
+    readers = max(1, min(len(reads), most)) if together else 1
     settings = Settings(norm.eps, norm.offset, norm.centered, dtype, readers)
     meta = {name: value for name, value in root.meta.items() if name != "val"}
     with graph.inserting_before(norm.first):

@@ -71,10 +71,11 @@ def _power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def norm_backward(d: int) -> Rows:
+def norm_backward(d: int, readers: int = 1) -> Rows:
+    """`readers`: number of gradients of the norm, which the kernel adds."""
     block = _power_of_2(d)
-    # Up to three tensors of float32 in each stage but the last.
-    stages = 1 + min(2, _SHARED // (3 * 4 * block))
+    # These, and up to two other tensors of float32, in each stage but the last.
+    stages = 1 + min(2, _SHARED // ((2 + readers) * 4 * block))
     if block <= 2048:
         warps = max(1, block // (4 * _LANES))
         return Rows(warps, min(8, 32 // warps), block, stages)

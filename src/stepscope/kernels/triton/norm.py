@@ -309,7 +309,7 @@ def backward(
     grad_sum = torch.empty_like(saved, dtype=stream_dtype)
     split = branch_dtype != stream_dtype
     grad_branch = torch.empty_like(saved, dtype=branch_dtype) if split else grad_sum
-    launch = launches.norm_backward(d)
+    launch = launches.norm_backward(d, 1 + len(others))
     rows_each = triton.cdiv(rows, launches.programs(saved.device, launch.per_processor))
     programs = triton.cdiv(rows, rows_each)
     sums = learned + (learned and bias) + summed
