@@ -18,7 +18,11 @@ from command_line import python
 SCRIPT = Path(__file__).parents[2] / "scripts" / "screen_kernels.py"
 SCALAR = {
     "fp8 delayed scale",
-    *(f"{kernel}_kernel {amax}" for kernel in ("compare_casts", "recast") for amax in (False, True)),
+    *(
+        f"{kernel}_kernel {amax}"
+        for kernel in ("compare_casts", "recast")
+        for amax in (False, True)
+    ),
 }
 """These read the few values of a history, samples, or any rows, not aligned."""
 SPILLS_OF_TRITON_3_6 = {
