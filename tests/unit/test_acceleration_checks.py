@@ -3,7 +3,7 @@ original in float32."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,21 +16,22 @@ from stepscope.acceleration.checks import Run, difference, differs
 class Scaled(nn.Module):
     """Multiplies by a weight, and records the dtypes that it is called with."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, record: Callable[[torch.dtype], None]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 256).to(dtype))
-        # Not a list: a comparison restores it.
-        self.seen = SimpleNamespace(dtypes=[])
+        # A comparison restores what belongs to the module.
+        self.record = record
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.dtypes.append(x.dtype)
+        self.record(x.dtype)
         return x * self.weight
 
 
 def found(dtype: torch.dtype, factor: float, **more: Any) -> tuple[str, list[torch.dtype]]:
     """Return the difference of a replacement whose result is off by a factor, and the dtypes that
     the original ran in."""
-    module = Scaled(dtype)
+    dtypes: list[torch.dtype] = []
+    module = Scaled(dtype, dtypes.append)
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     why = difference(
         module,
@@ -40,7 +41,7 @@ def found(dtype: torch.dtype, factor: float, **more: Any) -> tuple[str, list[tor
         {},
         **more,
     )
-    return why, module.seen.dtypes
+    return why, dtypes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -110,7 +111,7 @@ def test_values_that_are_not_finite_differ(value: float) -> None:
 
 
 def test_infinities_of_a_mask_are_compared_by_position() -> None:
-    module = Scaled(torch.float32)
+    module = Scaled(torch.float32, [].append)
     mask = torch.zeros(64, 256)
     mask[0, 0] = float("-inf")
 

@@ -6,13 +6,12 @@ policy of the kernels. A gradient that is zero but for rounding, such as that of
 no relative error: its error may be that of any gradient of the original. The reference runs only
 if the two differ by more than any reference accepts, or than the error of the original that it has
 shown for a region of the same kind: in float32 it takes several times as long as both of them.
-Random numbers and buffers are restored after each run, and nothing of it is seen by the activation
-checkpointing, offloading or counting that the caller's forward runs under.
+What the model changes is restored after each run (`preserved`), and nothing of it is seen by the
+activation checkpointing, offloading or counting that the caller's forward runs under.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from stepscope.acceleration.preserved import Preserved
 
 ERROR_RATIO = 2.0
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -36,10 +36,6 @@ _ZERO = 16 * torch.finfo(torch.float32).eps
 
 _MAX_KNOWN_ERROR = 0.05
 """A larger relative error is not assumed for other layers: the gradient may have been zero."""
-
-_BOUND = {"forward", "_replicate_for_data_parallel"}
-"""Attributes that a layer above a forward sets."""
-_CONTAINERS = (list, dict, set)
 
 Forward = Callable[..., Any]
 
@@ -66,10 +62,11 @@ def difference(
 ) -> str:
     """Return how the outputs of another forward differ from those of the original; empty if they
     do not. `tolerance` is a relative error that is accepted in any case."""
-    with _preserved(module, args, kwargs), saved_tensors_hooks(_drop, _drop):
+    preserved = Preserved(module, args, kwargs)
+    with preserved.run(), saved_tensors_hooks(_drop, _drop):
         expected = _run(original, args, kwargs)
     try:
-        with _preserved(module, args, kwargs):
+        with preserved.run():
             actual = _run(replaced, args, kwargs)
     except torch.OutOfMemoryError:
         raise
@@ -81,7 +78,7 @@ def difference(
         return f"it returns {actual.structure} instead of {expected.structure}"
 
     def reference() -> Run:
-        with _preserved(module, args, kwargs), saved_tensors_hooks(_drop, _drop):
+        with preserved.run(), saved_tensors_hooks(_drop, _drop):
             return _reference(module, original, args, kwargs)
 
     return differs(expected, actual, reference, {}, None, tolerance)
@@ -301,42 +298,3 @@ def _detached(leaf: Any, dtype: torch.dtype | None = None, grad: bool | None = N
 def was_written(x: Tensor) -> bool:
     """Return whether a tensor may have been modified in place since it was created."""
     return x.is_inference() or x._version > 0
-
-
-@contextlib.contextmanager
-def _preserved(module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
-    """Restore random states, buffers and attributes afterwards; keep the run apart from hooks and
-    modes of the caller: activation checkpointing counts the tensors that its segment saves."""
-    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-    devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    attributes = [_Attributes(part) for part in module.modules()]
-    apart = saved_tensors_hooks(Tensor.detach, lambda saved: saved)
-    with torch.random.fork_rng(devices), apart, _disable_current_modes():
-        yield
-    for one in attributes:
-        one.restore()
-    with torch.no_grad():
-        for buffer, value in buffers:
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
-
-
-class _Attributes:
-    """The attributes of a module: a forward may count its calls, or keep keys and values."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._own = {name: value for name, value in vars(module).items() if name not in _BOUND}
-        self._contents = [
-            (value, value.copy()) for value in self._own.values() if type(value) in _CONTAINERS
-        ]
-
-    def restore(self) -> None:
-        attributes = vars(self._module)
-        for name in attributes.keys() - self._own.keys() - _BOUND:
-            del attributes[name]
-        attributes.update(self._own)
-        for container, content in self._contents:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
