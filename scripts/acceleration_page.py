@@ -41,6 +41,7 @@ _MODELS = {
     "timm_vit_b16": "timm ViT-B/16, 128 images",
     "hf_gemma3": "Hugging Face Gemma 3, 26 layers, 4 × 2048",
     "own_decoder": "own decoder (soft-capped logits), 8 × 2048",
+    "linear_2.7b": "own 2.7b of nn.Linear, 4 × 2048",
     "cs336_medium": "own classes (CS336 medium), 8 × 512",
     "x_transformers": "x-transformers decoder (rotary, GLU, RMSNorm), 8 × 1024",
     "modernbert": "Hugging Face ModernBERT base, 16 × 512",
