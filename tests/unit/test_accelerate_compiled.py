@@ -260,6 +260,32 @@ def test_a_part_that_updates_a_buffer_is_compiled() -> None:
     assert not [x for x in report.left if x.piece == "compile"]
 
 
+def _by_autograd(x: Tensor) -> Tensor:
+    if not x.requires_grad:
+        return x
+    (gradient,) = torch.autograd.grad(x.square().sum(), x, create_graph=True)
+    return x - 0.1 * gradient
+
+
+def _by_transform(x: Tensor) -> Tensor:
+    return x - 0.1 * torch.func.grad(lambda y: y.square().sum())(x)
+
+
+@pytest.mark.parametrize(
+    ("step", "compiled"), [(_by_autograd, False), (_by_transform, True)], ids=["grad", "func"]
+)
+def test_a_forward_that_computes_gradients_trains_as_before(step: Any, compiled: bool) -> None:
+    class Inner(Model):
+        def hidden(self, ids: Tensor) -> Tensor:
+            return step(super().hidden(ids))  # type: ignore[no-any-return]
+
+    original, changed, report = pair(Inner())
+    for seed in range(2):
+        same(original, changed, ids_of(9, seed))
+    assert report.is_compiled == compiled
+    assert compiled or "its forward computes gradients" in str(report)
+
+
 class WithDropout(Model):
     def hidden(self, ids: Tensor) -> Tensor:
         return functional.dropout(super().hidden(ids), 0.5, self.training)

@@ -476,17 +476,28 @@ def test_an_opaque_mask_and_dropout_stay() -> None:
     assert reasons == {"its mask does not follow from positions and padding"}
 
 
-def test_no_grad_inside_of_a_block() -> None:
-    class Frozen(Model):
-        def __init__(self) -> None:
-            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                with torch.no_grad():
-                    factor = q.abs().mean() + 1.0
-                return sdpa_flag(q * factor, k, v)
+def _constant_factor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        factor = q.abs().mean() + 1.0
+    return sdpa_flag(q * factor, k, v)
 
-            super().__init__(attend)
 
-    compared(Frozen())
+def _constant_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        weights = (q @ k.mT).softmax(-1)
+    return weights @ v + q
+
+
+def _constant_copy_of_none(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        # The same tensors: they keep their gradients.
+        factor = q.float().abs().mean() + k.contiguous().abs().mean()
+    return sdpa_flag(q, k, v) * factor
+
+
+@pytest.mark.parametrize("attend", [_constant_factor, _constant_weights, _constant_copy_of_none])
+def test_no_grad_inside_of_a_block(attend: Any) -> None:
+    compared(Model(attend))
 
 
 def test_what_cannot_be_traced_again_is_compiled_as_it_is(

@@ -166,7 +166,6 @@ def _rewritten(
     fakes = torch_internals.fake_inputs(module, inputs)
     traced = retraced(module, fakes)
     remove_idle_dropout(traced.graph)
-    detach_values(traced.graph)
     hoist_views(traced)
     defer_masks(traced)
     torch_internals.note_names(traced)
@@ -218,6 +217,7 @@ def run_passes(
 ) -> list[Outcome]:
     """Rewrite a retraced graph, and return what each pass did and did not replace."""
     outcomes: list[Outcome] = []
+    detach_values(module.graph)
     write_out_of_place(module.graph)
     if head_loss.NAME in names:
         outcomes += head_loss.fuse_head_and_loss(module.graph)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -63,10 +64,21 @@ def difference(
     """Return how the outputs of another forward differ from those of the original; empty if they
     do not. `tolerance` is a relative error that is accepted in any case."""
     preserved = Preserved(module, args, kwargs)
-    with preserved.run(), saved_tensors_hooks(_drop, _drop):
-        expected = _run(original, args, kwargs)
+    takes_hooks = True
     try:
-        with preserved.run():
+        with preserved.run(), saved_tensors_hooks(_drop, _needed):
+            expected = _run(original, args, kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except _ComputesGradientsError:
+        return "its forward computes gradients, and compiled code has no second derivatives"
+    except Exception:
+        # Transforms of torch.func take no hooks.
+        takes_hooks = False
+        with preserved.run(apart=False):
+            expected = _run(original, args, kwargs)
+    try:
+        with preserved.run(apart=takes_hooks):
             actual = _run(replaced, args, kwargs)
     except torch.OutOfMemoryError:
         raise
@@ -78,7 +90,8 @@ def difference(
         return f"it returns {actual.structure} instead of {expected.structure}"
 
     def reference() -> Run:
-        with preserved.run(), saved_tensors_hooks(_drop, _drop):
+        dropped = saved_tensors_hooks(_drop, _needed) if takes_hooks else nullcontext()
+        with preserved.run(apart=takes_hooks), dropped:
             return _reference(module, original, args, kwargs)
 
     return differs(expected, actual, reference, {}, None, tolerance)
@@ -88,6 +101,14 @@ def _drop(saved: Any) -> Any:
     """Save nothing for a backward pass, which does not come. Without gradients, dropout would draw
     other numbers."""
     del saved
+
+
+class _ComputesGradientsError(Exception):
+    """A backward pass ran within a forward."""
+
+
+def _needed(_: Any) -> Any:
+    raise _ComputesGradientsError
 
 
 def differs(

@@ -55,13 +55,15 @@ class Preserved:
         self._is_known = False
 
     @contextmanager
-    def run(self) -> Iterator[None]:
+    def run(self, *, apart: bool = True) -> Iterator[None]:
         """Restore the state afterwards. The run is apart from hooks and modes of the caller:
         activation checkpointing counts the tensors that its segment saves."""
-        apart = saved_tensors_hooks(Tensor.detach, lambda saved: saved)
+        own_hooks: Any = nullcontext()
+        if apart:
+            own_hooks = saved_tensors_hooks(Tensor.detach, lambda saved: saved)
         watched = nullcontext() if self._is_known else self._writes
         try:
-            with torch.random.fork_rng(self._devices), apart, _disable_current_modes(), watched:
+            with torch.random.fork_rng(self._devices), own_hooks, _disable_current_modes(), watched:
                 yield
             self._is_known = True
         finally:
@@ -80,7 +82,7 @@ def _tensors(leaves: list[Any]) -> Iterator[Tensor]:
     return (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies memory before an operator writes to it."""
 
     supports_higher_order_operators = True
@@ -91,7 +93,7 @@ class _Writes(TorchDispatchMode):
         return True
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         storages = (x.untyped_storage() for x in tensors if _has_memory(x))
         self._watched = {x.data_ptr(): x for x in storages if x.data_ptr()}
         self._copies: list[tuple[Tensor, Tensor]] = []

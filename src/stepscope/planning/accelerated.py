@@ -29,7 +29,6 @@ from stepscope.acceleration.backend import run_passes
 from stepscope.acceleration.copied import Copied
 from stepscope.acceleration.losses import loss_of, without_cache
 from stepscope.acceleration.optimizer import why_not_on_a_gpu
-from stepscope.acceleration.passes.gradients_off import detach_values
 from stepscope.acceleration.passes.linears import Weights, copied_inputs
 from stepscope.acceleration.regions import compile_regions, hoist_views
 from stepscope.acceleration.report import Report
@@ -111,7 +110,6 @@ class AcceleratedStep:
     def _compiled(self, fp8: Fp8Layers | None) -> Any:
         inputs = [*self._state, *_tensors(self._step.batch)]
         traced = self._traced(inputs)
-        detach_values(traced.graph)
         hoist_views(traced)
         original = GraphModule(traced, traced.graph)
         placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
