@@ -87,6 +87,8 @@ _OWN: dict[str, tuple[Class, Role]] = {
     "embedding_backward_kernel": ("reduction", ""),
     "adamw_table_kernel": ("optimizer", ""),
     "adamw_one_kernel": ("optimizer", ""),
+    "compare_casts_kernel": ("reduction", ""),
+    "recast_kernel": ("copy/cast", ""),
 }
 _AROUND_CUDNN = re.compile(r"cudnn::fusion::(?:compute_dot_do_o|convert_dq_to_16bits)")
 """Kernels before and after the matmuls of cuDNN's backward pass."""
