@@ -65,4 +65,4 @@ def _returned_as_given(node: Node) -> Node | None:
     values = {id(value_of(one)): one for one in node.all_input_nodes if is_tensor(one)}
     args, kwargs = map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
     with fake_mode():
-        return values.get(id(node.target(*args, **kwargs)))
+        return values.get(id(node.target(*args, **kwargs)))  # type: ignore[operator]
